@@ -1,0 +1,168 @@
+"""Prefix cache of one model: full KV pages in a tree keyed by the tokens that produced them. Pure.
+
+A key is a keyed BLAKE2b hash over the parent's key and the page's tokens: without the process's secret nobody can
+construct a collision (predictable hashes have let one client read another's cache), and the tokens themselves are
+compared on every hit, so even a collision cannot serve wrong bytes. The cache holds one reference per page; pages
+nobody else holds are evicted least recently used first, leaves before parents, before any sequence is preempted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+
+import msgspec
+
+from janus_server.kv.blocks import KvPages
+
+
+class Match(msgspec.Struct, frozen=True):
+    """Cached pages for the start of a prompt, already shared with the caller.
+
+    pages hold the first len(pages)·page_tokens positions. partial, when set, is a page whose first `partial_tokens`
+    positions continue the prompt; the caller copies those and drops its reference to the page after the copy has run.
+    """
+
+    pages: tuple[int, ...] = ()
+    partial: int | None = None
+    partial_tokens: int = 0
+
+
+class _Node:
+    """One cached page. `key` is its identity; children are nodes whose tokens continue this page.
+
+    by_first indexes the children by their first token, so that a partial match looks at few of the thousands of prompts
+    that can start at the root.
+    """
+
+    __slots__ = ("by_first", "children", "key", "page", "parent", "tokens")
+
+    def __init__(self, key: bytes, page: int, tokens: tuple[int, ...], parent: _Node | None) -> None:
+        self.key = key
+        self.page = page
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[bytes, _Node] = {}
+        self.by_first: dict[int, list[_Node]] = {}
+
+
+class PrefixCache:
+    """Which full pages of which token prefixes are still in memory.
+
+    Example with page_tokens 2: after publish([1, 2, 3, 4], (9, 8)), match([1, 2, 3, 4, 5], 4) gives pages (9, 8);
+    match([1, 2, 3, 7], 3) gives pages (9,) and partial page 8 with 1 token.
+    """
+
+    def __init__(self, kv: KvPages, secret: bytes) -> None:
+        self._kv = kv
+        self._secret = secret
+        self._root = _Node(b"", -1, (), None)
+        # Least recently used first. Touching walks from the leaf up, which keeps parents younger than their children:
+        # one pass of evict then meets every leaf before its parent.
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, tokens: Tokens[int], limit: int) -> Match:
+        """The longest cached prefix of `tokens`, at most `limit` positions; shared with the caller."""
+        size = self._kv.page_tokens
+        node = self._root
+        path: list[_Node] = []
+        while (len(path) + 1) * size <= limit:
+            start = len(path) * size
+            page_tokens = tuple(tokens[start : start + size])
+            child = node.children.get(self._key(node.key, page_tokens))
+            if child is None or child.tokens != page_tokens:
+                break
+            node = child
+            path.append(node)
+        partial, partial_tokens = self._best_partial(node, tokens[len(path) * size : limit])
+        for found in reversed(path if partial is None else [*path, partial]):
+            self._nodes.move_to_end(found.key)
+            self._kv.share(found.page)
+        return Match(tuple(found.page for found in path), None if partial is None else partial.page, partial_tokens)
+
+    def publish(self, tokens: Tokens[int], pages: Tokens[int]) -> None:
+        """Remember that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
+
+        A prefix already known keeps its first page; the caller's duplicate stays the caller's alone.
+        """
+        size = self._kv.page_tokens
+        node = self._root
+        touched = []
+        for i, page in enumerate(pages):
+            page_tokens = tuple(tokens[i * size : (i + 1) * size])
+            key = self._key(node.key, page_tokens)
+            child = node.children.get(key)
+            if child is None:
+                child = _Node(key, page, page_tokens, node)
+                node.children[key] = child
+                node.by_first.setdefault(page_tokens[0], []).append(child)
+                self._nodes[key] = child
+                self._kv.share(page)
+            elif child.tokens != page_tokens:
+                break
+            touched.append(child)
+            node = child
+        for found in reversed(touched):
+            self._nodes.move_to_end(found.key)
+
+    def evict(self, n: int) -> int:
+        """Give up to n pages that only the cache holds back to the pool, least recently used leaves first; how many."""
+        freed, progress = 0, True
+        while freed < n and progress:
+            progress = False
+            for node in list(self._nodes.values()):
+                if freed == n:
+                    break
+                if not node.children and self._kv.refs(node.page) == 1:
+                    self._remove(node)
+                    freed += 1
+                    progress = True
+        return freed
+
+    def evictable(self) -> int:
+        """Pages that `evict` could free, now or after their children went."""
+        return sum(1 for node in self._nodes.values() if self._kv.refs(node.page) == 1)
+
+    def clear(self) -> None:
+        """Forget everything (the memory is about to go away); pages that sequences still hold stay with them."""
+        for node in self._nodes.values():
+            self._kv.drop(node.page)
+        self._nodes.clear()
+        self._root = _Node(b"", -1, (), None)
+
+    def _remove(self, node: _Node) -> None:
+        parent = node.parent
+        if parent is not None:
+            del parent.children[node.key]
+            siblings = parent.by_first[node.tokens[0]]
+            siblings.remove(node)
+            if not siblings:
+                del parent.by_first[node.tokens[0]]
+        del self._nodes[node.key]
+        self._kv.drop(node.page)
+
+    def _best_partial(self, node: _Node, rest: Tokens[int]) -> tuple[_Node | None, int]:
+        """The child of `node` that shares the longest non-empty start with `rest`."""
+        best, best_tokens = None, 0
+        for child in node.by_first.get(rest[0], ()) if rest else ():
+            shared = _shared_start(child.tokens, rest)
+            if shared > best_tokens:
+                best, best_tokens = child, shared
+        return best, best_tokens
+
+    def _key(self, parent: bytes, tokens: tuple[int, ...]) -> bytes:
+        return hashlib.blake2b(parent + array("I", tokens).tobytes(), key=self._secret, digest_size=16).digest()
+
+
+def _shared_start(a: Tokens[int], b: Tokens[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -1,0 +1,381 @@
+"""Continuous batching of one model: a queue and a page budget in, one step out. Pure: no clock, no I/O, no randomness.
+
+The device thread calls `plan` → runs the step → `commit`, so nothing happens between the two. There is no prefill phase
+or decode phase: a sequence has `computed` and known tokens and a step closes the gap within a token budget. Sequences
+that need one token go first; what is left of the budget is shared between prompts, short ones first (water filling), or
+given to one prompt at a time, which makes prefill times additive (what LST-IMH's guarantee assumes).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from janus_server.errors import Refused, require
+from janus_server.kv.blocks import KvPages, pages_for
+from janus_server.kv.prefix import PrefixCache
+from janus_server.sched.scarcity import Scarcity
+from janus_server.types import (
+    Batch,
+    BatcherStats,
+    Chunk,
+    Emit,
+    FinishReason,
+    PageCopy,
+    Request,
+    Sampled,
+    SampleSpec,
+)
+
+
+class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one model may use. capacity_pages bounds the longest form of a single sequence.
+
+    shared_prompts is how many unfinished prompts share a step's budget even when the first could fill it alone.
+    one_prompt_at_a_time admits the next prompt only when the one before is computed.
+    """
+
+    context_tokens: int
+    capacity_pages: int
+    step_tokens: int = 512
+    sequences: int = 128
+    shared_prompts: int = 4
+    one_prompt_at_a_time: bool = False
+    prefix_caching: bool = True
+
+
+class Sequence:
+    """One choice of one request. Owned by its batcher; nobody else writes its fields."""
+
+    __slots__ = ("cached", "computed", "copy", "first", "index", "number", "order", "pages", "published", "request",
+                 "sampling", "siblings", "tokens")  # fmt: skip
+
+    def __init__(self, number: int, request: Request, index: int, arrived_s: float) -> None:
+        self.number = number
+        self.request = request
+        self.index = index
+        self.order = (arrived_s, number)
+        # Each choice draws from its own stream: seed and index together name it.
+        seed = request.sampling.seed + index
+        self.sampling = msgspec.structs.replace(request.sampling, seed=seed) if index else request.sampling
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.pages: list[int] = []
+        self.published = 0
+        self.cached = 0
+        self.first = True
+        self.copy: PageCopy | None = None
+        self.siblings: list[Sequence] = []
+
+    @property
+    def gap(self) -> int:
+        """Known tokens whose keys and values are not cached yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+class Batcher:
+    """Decides each step of one model on one node."""
+
+    def __init__(self, kv: KvPages, prefix: PrefixCache, scarcity: Scarcity, limits: BatcherLimits) -> None:
+        self.kv = kv
+        self.prefix = prefix
+        self.limits = limits
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._scarcity = scarcity
+        self._next_number = 0
+        self._steps = 0
+        self._preemptions = 0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._computed_tokens = 0
+        self._sampled_tokens = 0
+        scarcity.join(self)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def refuse_unfit(self, request: Request) -> None:
+        """Raise Refused when the request's longest form can never be held."""
+        longest = len(request.prompt) + request.max_tokens
+        if pages_for(longest, self.kv.page_tokens) > self.limits.capacity_pages:
+            holds = self.limits.capacity_pages * self.kv.page_tokens
+            raise Refused(
+                f"The prompt and max_tokens come to {longest} tokens; this server's KV memory holds {holds}.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that `refuse_unfit` let pass. Its other choices wait until the first computed the prompt."""
+        require(len(request.prompt) > 0, "a request has at least one prompt token")
+        first = self._new_sequence(request, 0, now)
+        first.siblings = [self._new_sequence(request, index, now) for index in range(1, request.n)]
+        self._queue(first)
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Forget one choice of a request, or all; unknown ids are fine (the request may just have ended)."""
+        for group in (self.running, self.waiting):
+            for seq in [s for s in group if s.request.id == request_id]:
+                seq.siblings = [s for s in seq.siblings if index not in (None, s.index)]
+                if index in (None, seq.index) and not seq.siblings:
+                    group.remove(seq)
+                    self._release(seq)
+
+    def cancel_all(self) -> list[Emit]:
+        """End everything with an error (the instance is being torn down); every choice gets its one end."""
+        emits = []
+        for seq in [*self.running, *self.waiting]:
+            for one in [seq, *seq.siblings]:
+                emits.append(_end(one, FinishReason.ERROR))
+            seq.siblings = []
+            self._release(seq)
+        self.running, self.waiting = [], []
+        return emits
+
+    def plan(self) -> Batch | None:
+        """The next step, or None when nothing can run."""
+        decodes = self._grow_decodes()
+        budget = self.limits.step_tokens - len(decodes)
+        prompts = [s for s in self.running if s.gap > 1]
+        prompts += self._admit(prompts, budget)
+        shares = _share([s.gap for s in prompts], max(0, budget))
+        work = [(s, 1) for s in decodes] + [(s, n) for s, n in zip(prompts, shares, strict=True) if n]
+        if not work:
+            return None
+        self._steps += 1
+        copies = tuple(s.copy for s, _ in work if s.copy is not None)
+        return Batch(self._steps, tuple(self._chunk(s, n) for s, n in work), copies)
+
+    def commit(self, batch: Batch, results: Seq[Sampled]) -> list[Emit]:
+        """Take in what the step produced; returns this step's news in the order of the batch."""
+        by_number = {s.number: s for s in self.running}
+        emits: list[Emit] = []
+        sampled = iter(results)
+        for chunk in batch.chunks:
+            seq = by_number[chunk.sequence]
+            seq.computed += len(chunk.tokens)
+            self._computed_tokens += len(chunk.tokens)
+            self._drop_copy(seq)
+            self._publish(seq)
+            if chunk.sample is not None:
+                self._fork_siblings(seq)
+                emits.append(self._accept(seq, next(sampled)))
+        require(next(sampled, None) is None, "one result for each chunk that samples")
+        return emits
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's pages and queue it to be computed again."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.computed = 0
+        seq.published = 0
+        self._preemptions += 1
+        self._queue(seq)
+
+    def stats(self) -> BatcherStats:
+        return BatcherStats(
+            running=len(self.running),
+            waiting=len(self.waiting) + sum(len(s.siblings) for s in [*self.running, *self.waiting]),
+            preemptions=self._preemptions,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            computed_tokens=self._computed_tokens,
+            sampled_tokens=self._sampled_tokens,
+        )
+
+    # Planning
+
+    def _grow_decodes(self) -> list[Sequence]:
+        """Sequences one token behind, each with a page for it; oldest first, so that victims are always later ones."""
+        decodes = []
+        for seq in list(self.running):
+            if seq.gap != 1 or not seq.pages:  # no pages: preempted for an older one a moment ago
+                continue
+            missing = pages_for(len(seq.tokens), self.kv.page_tokens) - len(seq.pages)
+            if missing > 0 and not self._take(seq, missing):
+                continue
+            decodes.append(seq)
+        return [s for s in decodes if s.pages]
+
+    def _take(self, seq: Sequence, n: int) -> bool:
+        if not self._scarcity.make_room(n, seq):
+            return False
+        pages = self.kv.take(n)
+        require(pages is not None, "make_room promised pages that are not there")
+        seq.pages.extend(pages or ())
+        return True
+
+    def _admit(self, prompts: Seq[Sequence], budget: int) -> list[Sequence]:
+        """Move waiting sequences into the batch while the budget, the sequence limit and free pages allow."""
+        admitted: list[Sequence] = []
+        wanted = sum(s.gap for s in prompts)
+        while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
+            unfinished = len(prompts) + len(admitted)
+            if unfinished and self.limits.one_prompt_at_a_time:
+                break
+            if wanted >= budget and unfinished >= self.limits.shared_prompts:
+                break
+            seq = self.waiting[0]
+            if not self._place(seq):
+                break
+            self.waiting.pop(0)
+            bisect.insort(self.running, seq, key=_order)
+            admitted.append(seq)
+            wanted += seq.gap
+        return admitted
+
+    def _place(self, seq: Sequence) -> bool:
+        """Give a waiting sequence the pages of all its known tokens, cached ones first; False when there is no room.
+
+        One page a running sequence is left free, so that an admission does not at once cause a preemption.
+        """
+        limit = len(seq.tokens) - 1
+        match = self.prefix.match(seq.tokens, limit) if self.limits.prefix_caching else None
+        hit = match.pages if match else ()
+        fresh_n = pages_for(len(seq.tokens), self.kv.page_tokens) - len(hit)
+        fresh = self.kv.take(fresh_n) if self._scarcity.evict(fresh_n + len(self.running)) else None
+        if fresh is None:
+            for page in hit:
+                self.kv.drop(page)
+            if match and match.partial is not None:
+                self.kv.drop(match.partial)
+            # The pages just matched may be what stood in the way of eviction: without them the pool always suffices
+            # once nothing else runs.
+            return bool(hit or (match and match.partial)) and not self.running and self._place_uncached(seq)
+        seq.pages = [*hit, *fresh]
+        seq.computed = len(hit) * self.kv.page_tokens
+        if match and match.partial is not None:
+            seq.copy = PageCopy(match.partial, fresh[0], match.partial_tokens)
+            seq.computed += match.partial_tokens
+        seq.published = len(hit)
+        self._prefix_query_tokens += len(seq.tokens)
+        self._prefix_hit_tokens += seq.computed
+        seq.cached = max(seq.cached, min(seq.computed, len(seq.request.prompt))) if seq.first else seq.cached
+        return True
+
+    def _place_uncached(self, seq: Sequence) -> bool:
+        n = pages_for(len(seq.tokens), self.kv.page_tokens)
+        fresh = self.kv.take(n) if self._scarcity.evict(n) else None
+        if fresh is None:
+            return False
+        seq.pages, seq.computed, seq.published = list(fresh), 0, 0
+        return True
+
+    def _chunk(self, seq: Sequence, n: int) -> Chunk:
+        end = seq.computed + n
+        sample = self._sample_spec(seq) if end == len(seq.tokens) else None
+        pages = tuple(seq.pages[: pages_for(end, self.kv.page_tokens)])
+        return Chunk(seq.number, seq.computed, tuple(seq.tokens[seq.computed : end]), pages, sample)
+
+    def _sample_spec(self, seq: Sequence) -> SampleSpec:
+        request = seq.request
+        history = request.sampling.needs_history
+        return SampleSpec(
+            sampling=seq.sampling,
+            position=seq.generated,
+            banned=request.stop_ids if seq.generated < request.min_tokens else (),
+            prompt=request.prompt if history else (),
+            output=tuple(seq.tokens[len(request.prompt) :]) if history else (),
+        )
+
+    # Committing
+
+    def _accept(self, seq: Sequence, result: Sampled) -> Emit:
+        request = seq.request
+        seq.tokens.append(result.token)
+        self._sampled_tokens += 1
+        finish = None
+        if result.token in request.stop_ids:
+            finish = FinishReason.STOP
+        elif seq.generated >= request.max_tokens or len(seq.tokens) >= self.limits.context_tokens:
+            finish = FinishReason.LENGTH
+        cached = seq.cached if seq.first else 0
+        seq.first = False
+        if finish is not None:
+            self.running.remove(seq)
+            self._release(seq)
+        return Emit(request.id, seq.index, result.token, result.logprob, finish, cached)
+
+    def _publish(self, seq: Sequence) -> None:
+        full = seq.computed // self.kv.page_tokens
+        if self.limits.prefix_caching and full > seq.published:
+            self.prefix.publish(seq.tokens, seq.pages[:full])
+            seq.published = full
+
+    def _fork_siblings(self, seq: Sequence) -> None:
+        """The prompt is computed: its other choices start from its pages, one token short, and draw their own next."""
+        siblings, seq.siblings = seq.siblings, []
+        reuse = len(seq.request.prompt) - 1
+        whole, rest = divmod(reuse, self.kv.page_tokens)
+        for sibling in siblings:
+            if len(self.running) >= self.limits.sequences or not self._scarcity.evict(1 + len(self.running)):
+                self._queue(sibling)
+                continue
+            tail = self.kv.take(1)
+            require(tail is not None, "evict promised a page that is not there")
+            for page in seq.pages[:whole]:
+                self.kv.share(page)
+            sibling.pages = [*seq.pages[:whole], *(tail or ())]
+            sibling.computed = reuse
+            sibling.published = whole
+            if rest:
+                self.kv.share(seq.pages[whole])
+                sibling.copy = PageCopy(seq.pages[whole], sibling.pages[whole], rest)
+            bisect.insort(self.running, sibling, key=_order)
+
+    # Book-keeping
+
+    def _new_sequence(self, request: Request, index: int, now: float) -> Sequence:
+        self._next_number += 1
+        return Sequence(self._next_number, request, index, now)
+
+    def _queue(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=_order)
+
+    def _release(self, seq: Sequence) -> None:
+        """Give up every page of a sequence, youngest first, so that a prefix is the last to go."""
+        self._drop_copy(seq)
+        for page in reversed(seq.pages):
+            self.kv.drop(page)
+        seq.pages = []
+
+    def _drop_copy(self, seq: Sequence) -> None:
+        """The copy has run, or never will: its source need not be held for it any longer."""
+        if seq.copy is not None:
+            self.kv.drop(seq.copy.source)
+            seq.copy = None
+
+
+def _order(seq: Sequence) -> tuple[float, int]:
+    return seq.order
+
+
+def _end(seq: Sequence, finish: FinishReason) -> Emit:
+    return Emit(seq.request.id, seq.index, finish=finish)
+
+
+def _share(gaps: Seq[int], budget: int) -> list[int]:
+    """Split a token budget over prompts, equal shares, what short ones leave going to longer ones.
+
+    Example: _share([100, 1000, 1000], 512) == [100, 206, 206]. Earlier prompts get the remainder.
+    """
+    shares = [0] * len(gaps)
+    left = budget
+    order = sorted(range(len(gaps)), key=lambda i: (gaps[i], i))
+    for place, i in enumerate(order):
+        share = min(gaps[i], left // (len(order) - place))
+        shares[i] = share
+        left -= share
+    for i in range(len(gaps)):
+        extra = min(gaps[i] - shares[i], left)
+        shares[i] += extra
+        left -= extra
+    return shares

@@ -1,0 +1,51 @@
+"""The one owner of scarcity on a node: what happens when a sequence needs a page and none is free. Pure.
+
+First unpinned prefix pages of any model go, then sequences are preempted (by recompute), youngest first across models.
+The oldest running sequence of the node is never a victim, so it always finishes; then the next one is the oldest. Two
+models that each hold pages and need one more therefore both finish.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from janus_server.kv.pages import PagePool
+
+if TYPE_CHECKING:
+    from janus_server.sched.batcher import Batcher, Sequence
+
+
+class Scarcity:
+    """Frees pages of one pool on behalf of the batchers that share it."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._batchers: list[Batcher] = []
+
+    def join(self, batcher: Batcher) -> None:
+        self._batchers.append(batcher)
+
+    def leave(self, batcher: Batcher) -> None:
+        self._batchers.remove(batcher)
+
+    def evict(self, n: int) -> bool:
+        """True when n pages are free, after giving up cached prefixes as far as needed; nobody is preempted."""
+        for batcher in self._batchers:
+            missing = n - self._pool.free_pages
+            if missing <= 0:
+                break
+            batcher.prefix.evict(missing)
+        return self._pool.free_pages >= n
+
+    def make_room(self, n: int, asker: Sequence) -> bool:
+        """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""
+        while not self.evict(n):
+            running = [(s.order, b, s) for b in self._batchers for s in b.running]
+            running.sort(key=lambda item: item[0])
+            if len(running) < 2:
+                return False
+            _, batcher, victim = running[-1]
+            batcher.preempt(victim)
+            if victim is asker:
+                return False
+        return True

@@ -54,6 +54,8 @@ class PagePool:
         require(n_pages > 0, "a pool has at least one page")
         self.n_pages = n_pages
         self.free_pages = n_pages
+        # The lowest id that was ever taken from the high end: pages from here up have been in use, or soon will be.
+        self.high_mark = n_pages
         self._state = bytearray(n_pages)
         self._owners: list[Owner | None] = [None] * n_pages
         self._held: dict[Owner, int] = {}
@@ -64,22 +66,28 @@ class PagePool:
 
     def reserve_low(self, n: int, owner: Owner) -> Reservation | None:
         """The n lowest free pages, or None when fewer are free."""
-        if n > self.free_pages:
-            return None
         return self._take(n, owner, self._pop_low)
 
     def reserve_high(self, n: int, owner: Owner) -> Reservation | None:
         """The n highest free pages, or None when fewer are free."""
-        if n > self.free_pages:
-            return None
-        return self._take(n, owner, self._pop_high)
+        reservation = self._take(n, owner, self._pop_high)
+        if reservation is not None:
+            self.high_mark = min(self.high_mark, *reservation.pages, self.n_pages)
+        return reservation
 
     def release(self, owner: Owner, pages: tuple[int, ...]) -> None:
-        """Return pages of `owner`. A page that is not its owner's is a bug."""
+        """Return pages of `owner`. A page that is not its owner's is a bug, and then nothing is returned.
+
+        Checked before anything changes: other models go on using the pool after the one with the bug was torn down.
+        """
+        require(len(set(pages)) == len(pages), "a page is returned once")
         for page in pages:
             require(
-                self._state[page] == _HELD and self._owners[page] == owner, f"page {page} is not held by {owner.model}"
+                0 <= page < self.n_pages and self._owners[page] == owner, f"page {page} is not held by {owner.model}"
             )
+        if not pages:
+            return
+        for page in pages:
             self._state[page] = _FREE
             self._owners[page] = None
             if not self._in_low[page]:
@@ -107,10 +115,6 @@ class PagePool:
     def owner_of(self, page: int) -> Owner | None:
         return self._owners[page]
 
-    def highest_free(self, n: int) -> tuple[int, ...]:
-        """The next n pages that `reserve_high` would give, without taking them (to touch them ahead of use)."""
-        return tuple(-page for page in heapq.nsmallest(n, (p for p in self._high if self._state[-p] == _FREE)))
-
     def check(self) -> None:
         """Raise Bug unless every page is either free or held by exactly the owner that is charged for it."""
         counts: dict[Owner, int] = {}
@@ -121,7 +125,10 @@ class PagePool:
         require(counts == self._held, "held counts differ from the pages themselves")
         require(self.free_pages + sum(counts.values()) == self.n_pages, "free and held pages do not add up to the pool")
 
-    def _take(self, n: int, owner: Owner, pop: Callable[[], int]) -> Reservation:
+    def _take(self, n: int, owner: Owner, pop: Callable[[], int]) -> Reservation | None:
+        require(n >= 0, "pages are counted from 0")
+        if n > self.free_pages:
+            return None
         pages = tuple(pop() for _ in range(n))
         for page in pages:
             self._state[page] = _HELD

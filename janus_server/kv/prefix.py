@@ -9,12 +9,15 @@ nobody else holds are evicted least recently used first, leaves before parents, 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
 import msgspec
 
+from janus_server.errors import require
 from janus_server.kv.blocks import KvPages
 
 
@@ -85,14 +88,17 @@ class PrefixCache:
             self._kv.share(found.page)
         return Match(tuple(found.page for found in path), None if partial is None else partial.page, partial_tokens)
 
-    def publish(self, tokens: Tokens[int], pages: Tokens[int]) -> None:
+    def publish(self, tokens: Tokens[int], pages: Tokens[int]) -> list[int]:
         """Remember that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
 
-        A prefix already known keeps its first page; the caller's duplicate stays the caller's alone.
+        Returns the pages that the caller holds from now on: a prefix already known keeps its first page, which the
+        caller gets for its duplicate. So whoever holds a cached page holds the pages of all its parents, and no page is
+        stuck above a child in use.
         """
         size = self._kv.page_tokens
         node = self._root
         touched = []
+        held = list(pages)
         for i, page in enumerate(pages):
             page_tokens = tuple(tokens[i * size : (i + 1) * size])
             key = self._key(node.key, page_tokens)
@@ -105,28 +111,26 @@ class PrefixCache:
                 self._kv.share(page)
             elif child.tokens != page_tokens:
                 break
+            elif child.page != page:
+                self._kv.share(child.page)
+                self._kv.drop(page)
+                held[i] = child.page
             touched.append(child)
             node = child
         for found in reversed(touched):
             self._nodes.move_to_end(found.key)
+        return held
 
     def evict(self, n: int) -> int:
         """Give up to n pages that only the cache holds back to the pool, least recently used leaves first; how many."""
-        freed, progress = 0, True
-        while freed < n and progress:
-            progress = False
-            for node in list(self._nodes.values()):
-                if freed == n:
-                    break
-                if not node.children and self._kv.refs(node.page) == 1:
-                    self._remove(node)
-                    freed += 1
-                    progress = True
-        return freed
+        victims = list(itertools.islice(self._unpinned(), n))
+        for node in victims:
+            self._remove(node)
+        return len(victims)
 
-    def evictable(self) -> int:
-        """Pages that `evict` could free, now or after their children went."""
-        return sum(1 for node in self._nodes.values() if self._kv.refs(node.page) == 1)
+    def evictable(self, limit: int) -> int:
+        """Pages that `evict` could free; counting stops at `limit`, which is soon where old prefixes lie unused."""
+        return sum(1 for _ in itertools.islice(self._unpinned(), limit))
 
     def clear(self) -> None:
         """Forget everything (the memory is about to go away); pages that sequences still hold stay with them."""
@@ -135,7 +139,15 @@ class PrefixCache:
         self._nodes.clear()
         self._root = _Node(b"", -1, (), None)
 
+    def _unpinned(self) -> Iterator[_Node]:
+        """Nodes that only the cache holds, least recently used first; every child comes before its parent.
+
+        A pinned child has pinned parents (see `publish`), so all of them can go in this order.
+        """
+        return (node for node in self._nodes.values() if self._kv.refs(node.page) == 1)
+
     def _remove(self, node: _Node) -> None:
+        require(not node.children, "a cached page went before its children")
         parent = node.parent
         if parent is not None:
             del parent.children[node.key]

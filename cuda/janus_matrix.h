@@ -1,0 +1,256 @@
+// Weight matrices: the packed form and the product of activations with it.
+//
+// Stored form: panels of 32 outputs; inside a panel, for each input k (f32) or pair of inputs (bf16), the 32 outputs' values side
+// by side, 128 bytes. A micro-kernel holds R rows x 2 vectors of outputs in registers and walks all of k in order, so each
+// output is one chain of fused multiply-adds whatever the number of rows: that is the determinism contract. No horizontal sums.
+//
+// bf16 weights are widened and multiplied in f32. On AMD Zen 4 `vdpbf16ps` would reach 217 GFLOP/s a core against 95 for f32; on
+// the Intel machines at hand it is slower than f32 (90 against 175), so a second micro-kernel is for later.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "janus_pool.h"
+
+namespace janus {
+
+struct Matrix {
+    char* data;
+    int64_t n, k;
+    int64_t bf16;  // 0: f32
+};
+
+#if defined(__AVX512F__)
+constexpr int RMAX = 12;  // 24 accumulators of 32 registers
+constexpr int strips_for(int r) { return r <= 2 ? 4 : r <= 6 ? 2 : 1; }
+#else
+constexpr int RMAX = 6;  // 12 of 16
+constexpr int strips_for(int r) { return r == 1 ? 4 : r <= 3 ? 2 : 1; }
+#endif
+constexpr int64_t STEP = PANEL * 4;  // bytes of one k (f32) or pair of k (bf16) in a panel
+
+// How far ahead of use a weight line is asked for when one pass over a panel is all there is.
+#ifndef AHEAD_BYTES
+#define AHEAD_BYTES 1024
+#endif
+#ifndef HINT
+#define HINT 3
+#endif
+constexpr int64_t AHEAD = AHEAD_BYTES;
+
+// What a micro-kernel does with its sums: out[r * stride + column] = sum (+ bias) (+ what was there).
+struct Target {
+    float* out;
+    int64_t stride;
+    const float* bias;
+    bool add;
+    int64_t ahead, ahead_step;  // bytes past the strip, and bytes a step, of what to bring close meanwhile
+};
+
+// R rows times S strips. act is [k][R]; strip s starts at w + strip_offset(s) and writes columns s * STRIP ….
+template <int R, int S, bool BF16>
+static void dot_strips(const float* act, const char* w, int64_t panel, int64_t k, const Target& to) {
+    vf acc[S][R][2];
+    const char* strip[S];
+#pragma GCC unroll 8
+    for (int s = 0; s < S; s++) {
+        int64_t column = (int64_t)s * STRIP;  // w points at a strip; S > 1 only from a panel's first strip
+        strip[s] = w + column / PANEL * panel + column % PANEL * 4;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) acc[s][r][0] = acc[s][r][1] = vf{};
+    }
+    auto multiply = [&](const float* a, int s, vf w0, vf w1) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            vf x = splat(a[r]);
+            acc[s][r][0] = fma(x, w0, acc[s][r][0]);
+            acc[s][r][1] = fma(x, w1, acc[s][r][1]);
+        }
+    };
+    const int64_t steps = BF16 ? k / 2 : k;
+    for (int64_t i = 0; i < steps; i++) {
+#pragma GCC unroll 8
+        for (int s = 0; s < S; s++) {
+            const char* p = strip[s] + i * STEP;
+            if (S > 1 || R <= 4) {
+                __builtin_prefetch(p + AHEAD, 0, HINT);
+                if (W == 16) __builtin_prefetch(p + AHEAD + 64, 0, HINT);
+            } else {
+                __builtin_prefetch(strip[s] + to.ahead + i * to.ahead_step, 0, 2);
+                __builtin_prefetch(strip[s] + to.ahead + i * to.ahead_step + 64, 0, 2);
+            }
+            if (BF16) {
+                vi w0 = load_bits(p), w1 = load_bits(p + W * 4);
+                multiply(act + 2 * i * R, s, (vf)(w0 << 16), (vf)(w1 << 16));
+                multiply(act + (2 * i + 1) * R, s, (vf)(w0 & (int32_t)0xffff0000), (vf)(w1 & (int32_t)0xffff0000));
+            } else {
+                multiply(act + i * R, s, load((const float*)p), load((const float*)(p + W * 4)));
+            }
+        }
+    }
+    if (BF16 && k % 2)
+        for (int s = 0; s < S; s++) {
+            const char* p = strip[s] + steps * STEP;
+            multiply(act + 2 * steps * R, s, (vf)(load_bits(p) << 16), (vf)(load_bits(p + W * 4) << 16));
+        }
+#pragma GCC unroll 8
+    for (int s = 0; s < S; s++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                int64_t column = s * STRIP + h * W;
+                float* out = to.out + r * to.stride + column;
+                vf sum = acc[s][r][h];
+                if (to.bias) sum += load(to.bias + column);
+                if (to.add) sum = load(out) + sum;
+                store(out, sum);
+            }
+}
+
+typedef void (*DotStrips)(const float*, const char*, int64_t, int64_t, const Target&);
+
+template <bool BF16>
+static DotStrips dot_kernel(int rows, bool wide) {
+#define JANUS_ROWS(R) \
+    case R:           \
+        return wide ? dot_strips<R, strips_for(R), BF16> : dot_strips<R, 1, BF16>;
+    switch (rows) {
+        JANUS_ROWS(1) JANUS_ROWS(2) JANUS_ROWS(3) JANUS_ROWS(4) JANUS_ROWS(5) JANUS_ROWS(6)
+#if defined(__AVX512F__)
+        JANUS_ROWS(7) JANUS_ROWS(8) JANUS_ROWS(9) JANUS_ROWS(10) JANUS_ROWS(11) JANUS_ROWS(12)
+#endif
+    }
+#undef JANUS_ROWS
+    return nullptr;
+}
+
+static inline DotStrips dot_kernel(int rows, bool wide, bool bf16) {
+    return bf16 ? dot_kernel<true>(rows, wide) : dot_kernel<false>(rows, wide);
+}
+
+// R rows times the strips first … last-1 of a packed matrix with n outputs, columns counted from strip 0 at to.out.
+static inline void dot_rows(int rows, const float* act, const Matrix& m, int64_t first, int64_t last, const Target& to) {
+    const int64_t panel = panel_bytes(m.k, m.bf16);
+    const int wide = strips_for(rows);
+    const DotStrips many = dot_kernel(rows, true, m.bf16), one = dot_kernel(rows, false, m.bf16);
+    for (int64_t s = first; s < last;) {
+        const int64_t column = s * STRIP, left = m.n - column;
+        const char* w = m.data + column / PANEL * panel + column % PANEL * 4;
+        Target at{to.out + column, to.stride, to.bias ? to.bias + column : nullptr, to.add, to.ahead, to.ahead_step};
+        if (s + wide <= last && column % PANEL == 0 && left >= wide * STRIP) {
+            many(act, w, panel, m.k, at);
+            s += wide;
+            continue;
+        }
+        if (left >= STRIP) {
+            one(act, w, panel, m.k, at);
+        } else {  // the ragged end: whole vectors into a corner, then what exists of them out
+            float corner[RMAX * STRIP], bias[STRIP] = {};
+            if (at.bias) memcpy(bias, at.bias, left * 4);
+            one(act, w, panel, m.k, Target{corner, STRIP, at.bias ? bias : nullptr, false, 0, 0});
+            for (int r = 0; r < rows; r++)
+                for (int64_t j = 0; j < left; j++) {
+                    float* out = at.out + r * at.stride + j;
+                    *out = at.add ? *out + corner[r * STRIP + j] : corner[r * STRIP + j];
+                }
+        }
+        s++;
+    }
+}
+
+// N rows cut into blocks of nearly equal size, none above RMAX.
+struct RowBlocks {
+    explicit RowBlocks(int64_t rows) : count((rows + RMAX - 1) / RMAX), base(rows / std::max<int64_t>(count, 1)), extra(rows % std::max<int64_t>(count, 1)) {}
+    int64_t start(int64_t i) const { return i * base + std::min(i, extra); }
+    int rows(int64_t i) const { return (int)(base + (i < extra)); }
+    int64_t count, base, extra;
+};
+
+// rows x k becomes [k][rows], what a micro-kernel broadcasts from.
+static inline void pack_rows(const float* act, int64_t stride, int rows, int64_t k, float* out) {
+    for (int64_t i = 0; i < k; i++)
+        for (int r = 0; r < rows; r++) out[i * rows + r] = act[r * stride + i];
+}
+
+static void linear(Pool& pool, const float* act, int64_t rows, const Matrix& m, const float* bias, float* out, bool add) {
+    const RowBlocks blocks(rows);
+    const float* packed = act;
+    if (rows > 1) {
+        float* to = (float*)pool.shared.reserve(rows * m.k * 4);
+        auto pack = [&](int64_t b, int) {
+            pack_rows(act + blocks.start(b) * m.k, m.k, blocks.rows(b), m.k, to + blocks.start(b) * m.k);
+        };
+        if (rows * m.k > 32768) pool.run(blocks.count, pack);
+        else for (int64_t b = 0; b < blocks.count; b++) pack(b, 0);
+        packed = to;
+    }
+    // Rows are taken in chunks whose activations stay in the second-level cache while panels stream by.
+    const int64_t chunk = std::max<int64_t>(1, (768 << 10) / (RMAX * m.k * 4));
+    const int64_t strips = (m.n + STRIP - 1) / STRIP, panel = panel_bytes(m.k, m.bf16);
+    for (int64_t b0 = 0; b0 < blocks.count; b0 += chunk) {
+        const int64_t b1 = std::min(b0 + chunk, blocks.count), count = b1 - b0;
+        const int wide = strips_for(blocks.rows(b0));
+        const int64_t cost = m.k * std::max<int64_t>(4, blocks.start(b1) - blocks.start(b0));  // cycles a strip, about
+        int64_t grain = std::max(strips / (pool.threads() * 6), 12000 / cost);
+        grain = (std::max<int64_t>(grain, 1) + wide - 1) / wide * wide;
+        pool.run((strips + grain - 1) / grain, [&](int64_t task, int) {
+            const int64_t first = task * grain, last = std::min(first + grain, strips);
+            for (int64_t s = first; s < last; s += wide)  // a panel stays close while all row blocks pass over it
+                for (int64_t b = b0; b < b1; b++) {  // each brings its share of the next panel
+                    const int64_t row = blocks.start(b);
+                    dot_rows(blocks.rows(b), packed + row * m.k, m, s, std::min(s + wide, last),
+                             Target{out + row * m.n, m.n, bias, add, panel + (b - b0) * panel / count, STEP / count});
+                }
+        });
+    }
+}
+
+static inline int64_t count_nonfinite(const char* data, int64_t values, bool bf16) {
+    int64_t bad = 0;
+    if (bf16) {
+        const uint16_t* v = (const uint16_t*)data;
+        for (int64_t i = 0; i < values; i++) bad += (v[i] & 0x7f80) == 0x7f80;
+    } else {
+        for (int64_t i = 0; i < values; i++) {
+            uint32_t u;
+            memcpy(&u, data + i * 4, 4);
+            bad += (u & 0x7f800000) == 0x7f800000;
+        }
+    }
+    return bad;
+}
+
+// Rows start … start+count-1 of the matrix from plain rows; start is a multiple of PANEL. Returns the non-finite values.
+static int64_t store_rows(const Matrix& m, const char* rows, int64_t count, int64_t start) {
+    const int64_t row_bytes = m.k * (m.bf16 ? 2 : 4);
+    const std::vector<char> zeros(row_bytes, 0);
+    const char* lanes[PANEL];
+    for (int64_t r = 0; r < count; r += PANEL) {
+        for (int64_t i = 0; i < PANEL; i++) lanes[i] = r + i < count ? rows + (r + i) * row_bytes : zeros.data();
+        pack_panel(lanes, m.k, m.bf16, m.data + (start + r) / PANEL * panel_bytes(m.k, m.bf16));
+    }
+    return count_nonfinite(rows, count * m.k, m.bf16);
+}
+
+static inline const char* value_at(const Matrix& m, int64_t row, int64_t k) {
+    const char* panel = m.data + row / PANEL * panel_bytes(m.k, m.bf16);
+    return m.bf16 ? panel + (k / 2 * PANEL + row % PANEL) * 4 + k % 2 * 2 : panel + (k * PANEL + row % PANEL) * 4;
+}
+
+static void read_row_bits(const Matrix& m, int64_t row, char* out) {
+    const int size = m.bf16 ? 2 : 4;
+    for (int64_t k = 0; k < m.k; k++) memcpy(out + k * size, value_at(m, row, k), size);
+}
+
+static void read_row(const Matrix& m, int64_t row, float* out) {
+    if (!m.bf16) return read_row_bits(m, row, (char*)out);
+    for (int64_t k = 0; k < m.k; k++) {
+        uint16_t bits;
+        memcpy(&bits, value_at(m, row, k), 2);
+        out[k] = from_bf16(bits);
+    }
+}
+
+}  // namespace janus

@@ -1,0 +1,228 @@
+"""The `janus` command: arguments in, exit code out.
+
+Called by the console script and `__main__`. Each sub-command imports its own room when it is asked for, since what is
+imported here is paid by every launch. Exit codes: 0 done, 1 not possible here, 2 wrong settings or model, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from janus_server.errors import BadConfig, BadModel
+from janus_server.suggest import nearest
+
+_OVERVIEW: Final = """\
+Serve language models on this machine, behind an OpenAI-compatible HTTP API.
+
+  janus serve                                   serve the default model on http://127.0.0.1:8000
+  janus chat                                    talk to it in this terminal
+  janus doctor                                  what this machine can run, and why
+"""
+_SERVE_EXAMPLES: Final = """\
+A MODEL is a folder from Hugging Face (config.json and safetensors), a .gguf file, the alias of an
+installed model, or a hub id; NAME=MODEL chooses the name that clients send. Without one, smollm2-135m is served.
+
+examples:
+  janus serve                                   the default model
+  janus serve ~/models/Qwen3-0.6B               a folder, served as "Qwen3-0.6B"
+  janus serve chat=~/models/qwen3.gguf --port 9000
+  janus serve a=model-a b=model-b --memory 16GiB
+  janus serve --config janus.toml --set max_num_seqs=32
+
+janus.toml takes the same settings, and flags win over it:
+  port = 9000
+  memory = "16GiB"
+  max_model_len = 4096
+  [models]
+  chat = "~/models/Qwen3-0.6B"
+
+then:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello"}]}'
+"""
+_CHAT_EXAMPLES: Final = """\
+examples:
+  janus chat                                    a conversation; /help lists its commands
+  janus chat "What is the capital of France?"   one answer, then exit
+  git diff | janus chat "Explain this change"   piped text follows the prompt
+  janus chat --url http://10.0.0.5:8000 --model chat --system "Answer in French."
+"""
+_BENCH_EXAMPLES: Final = """\
+examples:
+  janus bench engine                            decode and prefill speed of the engine, without HTTP
+  janus bench engine --help                     what that benchmark takes
+"""
+# Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
+_BENCHES: Final = ("engine",)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the whole usage, which would push the reason off the screen."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        word = unknown[0].partition("=")[0]
+        known = [flag for action in self._actions for flag in action.option_strings]
+        self.error(f"{word}: there is no such {'flag' if word.startswith('-') else 'argument'}{nearest(word, known)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; argv defaults to the process's own arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"] and len(arguments) > 1 and not arguments[1].startswith("-"):
+        return _guarded(lambda: _bench(arguments[1], arguments[2:]))
+    parser, commands = _parser()
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.get(chosen.command, parser).refuse(unknown)
+    if chosen.command is None and not chosen.version:
+        parser.print_help()
+        return 0
+    return _guarded(lambda: _run(chosen, commands))
+
+
+def _guarded(command: Any) -> int:
+    """A user's mistake is one line on stderr, never a traceback."""
+    try:
+        return int(command())
+    except (BadConfig, BadModel) as error:
+        print(f"janus: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`janus doctor | head`). Point stdout elsewhere so that the interpreter's
+        # closing flush does not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
+    match "version" if chosen.version else chosen.command:
+        case "serve":
+            return _serve(chosen)
+        case "chat":
+            return _chat(chosen)
+        case "doctor":
+            from janus_server.doctor import run as doctor
+
+            return doctor(as_json=chosen.json, kernels=chosen.kernels)
+        case "version":
+            print(f"janus {_version()}")
+            return 0
+        case _:
+            commands[chosen.command].print_help()
+            return 0
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    from janus_server.config import SETTINGS, serve_config
+
+    given = {s.key: getattr(chosen, s.key) for s in SETTINGS if getattr(chosen, s.key) is not None}
+    config = serve_config(
+        chosen.models, file=chosen.config, sets=chosen.set, flags=given, served_model_name=chosen.served_model_name
+    )
+    from janus_server.serve import run
+
+    return int(run(config))
+
+
+def _chat(chosen: argparse.Namespace) -> int:
+    from janus_server.chat import ChatOptions, run
+
+    return run(
+        ChatOptions(
+            url=chosen.url.rstrip("/"),
+            model=chosen.model,
+            system=chosen.system,
+            temperature=chosen.temperature,
+            max_tokens=chosen.max_tokens,
+            prompt=" ".join(chosen.prompt) or None,
+        )
+    )
+
+
+def _bench(name: str, arguments: Sequence[str]) -> int:
+    if name not in _BENCHES:
+        raise BadConfig(f"there is no benchmark {name!r}; there are: {', '.join(_BENCHES)}{nearest(name, _BENCHES)}")
+    try:
+        module = importlib.import_module(f"janus_bench.{name}")
+    except ModuleNotFoundError as error:
+        raise BadConfig(f"the benchmarks are not installed ({error}); run: make install") from None
+    return int(module.main(list(arguments)))
+
+
+def _version() -> str:
+    # Imported here: package metadata costs milliseconds that only this command needs.
+    from importlib import metadata
+
+    try:
+        return metadata.version("janus-server")
+    except metadata.PackageNotFoundError:
+        return "(from a source folder that is not installed)"
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="janus", description=_OVERVIEW)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    kinds = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = {
+        "serve": _serve_parser(kinds),
+        "chat": _chat_parser(kinds),
+        "doctor": _doctor_parser(kinds),
+        "bench": kinds.add_parser("bench", help="measure speed", epilog=_BENCH_EXAMPLES),
+        "version": kinds.add_parser("version", help="print the version"),
+    }
+    commands["bench"].add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(_BENCHES)}")
+    return parser, commands
+
+
+def _serve_parser(kinds: Any) -> _Parser:
+    from janus_server.config import SETTINGS
+
+    parser: _Parser = kinds.add_parser("serve", help="serve one or more models over HTTP", epilog=_SERVE_EXAMPLES)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="NAME=MODEL or MODEL (see below)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML; flags win over it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the file")
+    parser.add_argument("--served-model-name", metavar="NAME", help="the name clients send, for a single model")
+    for setting in SETTINGS:
+        shape: dict[str, Any] = {"dest": setting.key, "default": None, "help": setting.help}
+        if setting.field in ("prefix_cache", "one_prompt_at_a_time"):
+            shape["action"] = argparse.BooleanOptionalAction
+        else:
+            shape["metavar"] = setting.metavar or setting.key.upper()
+        parser.add_argument(*setting.flags, **shape)
+    return parser
+
+
+def _chat_parser(kinds: Any) -> _Parser:
+    parser: _Parser = kinds.add_parser("chat", help="talk to a running server", epilog=_CHAT_EXAMPLES)
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="ask this once and exit; without it, a conversation"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--model", help="a served model's name (default: the server's first)")
+    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is always the likeliest word")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    return parser
+
+
+def _doctor_parser(kinds: Any) -> _Parser:
+    parser: _Parser = kinds.add_parser("doctor", help="show what this machine can run, and which path is taken and why")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--kernels", default="auto", metavar="KERNELS", help="the choice to explain (default auto)")
+    return parser

@@ -1,0 +1,220 @@
+"""The device thread: owns the pool and every batcher, runs step after step, hands each step's news to the loop.
+
+Nothing else touches a batcher or the pool once the thread runs, so neither needs a lock. Orders come in as frozen
+commands and are applied between steps; results leave once a step. The thread decides nothing: `turn` picks whose step is next,
+the batcher what is in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from janus_server.errors import Bug
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.pages import PagePool
+from janus_server.kv.prefix import PrefixCache
+from janus_server.model.runner import Runner
+from janus_server.sched.batcher import Batcher
+from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.turn import Turn
+from janus_server.types import BatcherStats, Emit, Owner, Request
+
+log = logging.getLogger("janus.executor")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engine:
+    """The device side of one model instance."""
+
+    model: str
+    batcher: Batcher
+    kv: KvPages
+    prefix: PrefixCache
+    runner: Runner
+
+
+class Attach(msgspec.Struct, frozen=True):
+    engine: Engine
+
+
+class Submit(msgspec.Struct, frozen=True):
+    model: str
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    model: str
+    request_id: str
+    index: int | None = None
+
+
+class EndAll(msgspec.Struct, frozen=True):
+    """End every request with an error event (the server stops)."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    pass
+
+
+Command = Attach | Submit | Cancel | EndAll | Stop
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """What the loop learns once a step. plan_s + commit_s is the host's part of the step, run_s the device's."""
+
+    model: str
+    emits: list[Emit]
+    stats: BatcherStats
+    pages: dict[Owner, int]
+    free_pages: int
+    tokens: int = 0
+    plan_s: float = 0.0
+    run_s: float = 0.0
+    commit_s: float = 0.0
+    failed: bool = False
+
+
+class DeviceThread:
+    """One per node. `deliver` and `touch` are called on the device thread; deliver must only hand over."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        scarcity: Scarcity,
+        deliver: Callable[[StepReport], None],
+        touch: Callable[[int], None],
+    ) -> None:
+        self._pool = pool
+        self._scarcity = scarcity
+        self._deliver = deliver
+        self._touch = touch
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._engines: dict[str, Engine] = {}
+        self._turn = Turn()
+        self._stopping = False
+        self._checked = True
+        self._thread = threading.Thread(target=self._run, name="janus-device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Hand over an order; it is applied before the next step. Any thread."""
+        self._inbox.put(command)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_orders()
+            if not self._stopping and not self._step():
+                self._rest()
+
+    def _take_orders(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._apply(command)
+
+    def _rest(self) -> None:
+        """Nothing can run: check the books once, then sleep until an order comes."""
+        if not self._checked:
+            self._checked = True
+            stuck = [e.model for e in self._engines.values() if not e.batcher.idle]
+            if stuck:
+                self._fail(self._engines[stuck[0]], Bug("requests wait and nothing can run"))
+                return
+            self._pool.check()
+        self._apply(self._inbox.get())
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Submit(model, request):
+                engine = self._engines.get(model)
+                if engine is None:
+                    self._deliver(_gone(model, request, self._pool))
+                    return
+                engine.batcher.add(request, time.monotonic())
+                self._checked = False
+            case Cancel(model, request_id, index):
+                if model in self._engines:
+                    self._engines[model].batcher.cancel(request_id, index)
+            case Attach(engine):
+                self._engines[engine.model] = engine
+            case EndAll():
+                for engine in self._engines.values():
+                    self._report(engine, engine.batcher.cancel_all())
+            case Stop():
+                self._stopping = True
+
+    def _step(self) -> bool:
+        """Run one step of one model; False when no model has anything to run."""
+        for model in self._turn.order(tuple(self._engines)):
+            engine = self._engines[model]
+            if engine.batcher.idle:
+                continue
+            try:
+                if self._step_of(engine):
+                    self._turn.took(model)
+                    return True
+            # One of the named boundaries: whatever a step raises ends this instance, never the process.
+            except Exception as error:  # noqa: BLE001
+                self._fail(engine, error)
+                return True
+        return False
+
+    def _step_of(self, engine: Engine) -> bool:
+        start = time.perf_counter()
+        batch = engine.batcher.plan()
+        if batch is None:
+            return False
+        planned = time.perf_counter()
+        results = engine.runner.run(batch)
+        ran = time.perf_counter()
+        emits = engine.batcher.commit(batch, results)
+        committed = time.perf_counter()
+        self._touch(self._pool.high_mark)
+        self._report(engine, emits, batch.tokens, planned - start, ran - planned, committed - ran)
+        return True
+
+    def _report(
+        self, engine: Engine, emits: list[Emit], tokens: int = 0, plan_s: float = 0.0, run_s: float = 0.0,
+        commit_s: float = 0.0, failed: bool = False,
+    ) -> None:  # fmt: skip
+        self._deliver(
+            StepReport(
+                engine.model, emits, engine.batcher.stats(), self._pool.held(), self._pool.free_pages, tokens, plan_s,
+                run_s, commit_s, failed,
+            )
+        )  # fmt: skip
+
+    def _fail(self, engine: Engine, error: Exception) -> None:
+        """Tear one instance down: its requests end with an error event, its pages go back by owner."""
+        log.error("%s: instance torn down after %s", engine.model, type(error).__name__, exc_info=error)
+        del self._engines[engine.model]
+        self._scarcity.leave(engine.batcher)
+        emits = engine.batcher.abandon()
+        self._pool.reclaim(engine.kv.owner)
+        self._report(engine, emits, failed=True)
+
+
+def _gone(model: str, request: Request, pool: PagePool) -> StepReport:
+    """The answer to a request whose instance was torn down while it was on its way."""
+    from janus_server.types import FinishReason
+
+    emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]
+    return StepReport(model, emits, BatcherStats(0, 0, 0, 0, 0, 0, 0), pool.held(), pool.free_pages, failed=True)

@@ -1,0 +1,306 @@
+"""The HTTP surface: an aiohttp application whose handlers join `api`, tokenizer, node and answer. No policy.
+
+`build_app` makes it. It must be served by `http_edge.build_runner`, whose cancellation on disconnect is what ends a
+request when its client has left, in the queue, in prefill and in decode. A handler raises `Refused`; how that looks to
+the client is `http_edge`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from janus_server import api, api_reply, types
+from janus_server.api_types import ChatBody, CompletionBody, Limits
+from janus_server.errors import Refused
+from janus_server.http_edge import SSE, Guard, stamp
+from janus_server.merge import Merged
+from janus_server.metrics import CONTENT_TYPE, CallWatch, Gauged, Metrics
+from janus_server.sse import SseWriter
+
+T = TypeVar("T")
+
+
+class Tokenizer(api_reply.TokenNames, Protocol):
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool) -> str: ...
+
+
+class ServedModel(Protocol):
+    """A model as the API sees it. `generate` raises Refused before its first delta; closing it aborts the request."""
+
+    card: types.ModelCard
+    defaults: types.Sampling
+    eos_ids: tuple[int, ...]
+    vocab: int
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def generate(self, request: types.Request) -> AsyncGenerator[types.Delta, None]: ...
+
+
+class Node(Gauged, Protocol):
+    @property
+    def models(self) -> Mapping[str, ServedModel]: ...
+
+    def ready(self) -> str | None:
+        """None when requests can be served, else the reason in a few words."""
+
+
+def build_app(node: Node, *, metrics: Metrics, limits: Limits) -> web.Application:
+    """The application with all its routes; serve it with `http_edge.build_runner`."""
+    front = Front(node, metrics, limits)
+    app = web.Application(middlewares=[Guard(metrics).guard], client_max_size=limits.body_bytes)
+    app.router.add_get("/health", front.health)
+    app.router.add_get("/ready", front.ready)
+    app.router.add_get("/version", front.version)
+    app.router.add_get("/metrics", front.metrics)
+    app.router.add_get("/v1/models", front.list_models)
+    app.router.add_get("/v1/models/{model:.+}", front.show_model)
+    app.router.add_post("/v1/chat/completions", front.chat)
+    app.router.add_post("/v1/completions", front.complete)
+    app.on_response_prepare.append(stamp)
+    app.cleanup_ctx.append(front.threads)
+    return app
+
+
+class Front:
+    """The handlers, with what they share."""
+
+    def __init__(self, node: Node, metrics: Metrics, limits: Limits) -> None:
+        self._node = node
+        self._metrics = metrics
+        self._limits = limits
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def threads(self, app: web.Application) -> AsyncIterator[None]:
+        """The encoding threads live as long as the application does."""
+        self._pool = ThreadPoolExecutor(self._limits.encode_threads, "encode")
+        yield
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # Small routes
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Alive: the loop turns. Whether requests can be served is /ready."""
+        return _json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        reason = self._node.ready()
+        if reason is not None:
+            raise _loading(reason)
+        return _json_response({"status": "ready"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json_response({"version": _version()})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(self._node), headers={"Content-Type": CONTENT_TYPE})
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        entries = [api_reply.model_entry(model.card) for model in self._node.models.values()]
+        return _json_response({"object": "list", "data": entries})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        return _json_response(api_reply.model_entry(self._find(request.match_info["model"]).card))
+
+    # Generation
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = time.monotonic()
+        body = api.parse_chat(await self._read(request), self._limits)
+        model = self._find(body.model)
+        prompt = await self._encode_chat(model, body)
+        call = api.plan_chat(body, prompt, _target(model), self._limits, _label("chatcmpl-"))
+        return await self._answer(request, model, call, arrived_s)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = time.monotonic()
+        body = api.parse_completion(await self._read(request), self._limits)
+        model = self._find(body.model)
+        prompts, echo = await self._encode_prompts(model, body)
+        call = api.plan_completion(body, prompts, echo, _target(model), self._limits, _label("cmpl-"))
+        return await self._answer(request, model, call, arrived_s)
+
+    async def _answer(
+        self, request: web.Request, model: ServedModel, call: api.Call, arrived_s: float
+    ) -> web.StreamResponse:
+        metrics = self._metrics.model(model.card.id)
+        watch = CallWatch(metrics, call, arrived_s)
+        answer = self._stream if call.stream else self._whole
+        try:
+            async with Merged([model.generate(r) for r in call.requests]) as merged:
+                return await answer(request, model, call, merged, watch)
+        except (asyncio.CancelledError, ConnectionError):
+            metrics.disconnects.inc()
+            raise
+        finally:
+            watch.end(time.monotonic())
+
+    async def _whole(
+        self, request: web.Request, model: ServedModel, call: api.Call, merged: Merged, watch: CallWatch
+    ) -> web.StreamResponse:
+        reply = api_reply.WholeReply(call, model.tokenizer)
+        while (news := await merged.take(self._limits.keep_alive_s)) is not None:
+            now = time.monotonic()
+            for item in news:
+                watch.delta(item.prompt, item.delta, now)
+                if (refused := api_reply.failure(item.delta)) is not None:
+                    raise refused
+                reply.add(item.prompt, item.delta)
+        return web.Response(body=reply.body(), content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, model: ServedModel, call: api.Call, merged: Merged, watch: CallWatch
+    ) -> web.StreamResponse:
+        reply = api_reply.StreamReply(call, model.tokenizer)
+        sse = request[SSE] = SseWriter(request, self._limits.stall_s)
+        while (news := await merged.take(self._limits.keep_alive_s)) is not None:
+            if not news:
+                await sse.ping()
+                continue
+            now = time.monotonic()
+            events: list[bytes] = []
+            refused = None
+            for item in news:
+                watch.delta(item.prompt, item.delta, now)
+                refused = api_reply.failure(item.delta)
+                if refused is not None:
+                    break
+                events.append(reply.events(item.prompt, item.delta))
+            if events:
+                await sse.send(b"".join(events))
+            if refused is not None:
+                raise refused
+        await sse.done(reply.usage_event() if call.include_usage else b"")
+        return sse.response
+
+    # What the handlers need
+
+    def _find(self, name: str) -> ServedModel:
+        model = self._node.models.get(name)
+        if model is not None:
+            return model
+        reason = self._node.ready()
+        if reason is not None:
+            raise _loading(reason)
+        raise Refused(
+            "no model of that name is served here; GET /v1/models lists those that are",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body, refused as soon as it is known to be too large: memory never holds more than the limit."""
+        limit = self._limits.body_bytes
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refused(
+                "a compressed body is not accepted; send it as it is", status=415, code="unsupported_encoding"
+            )
+        if request.content_length is not None and request.content_length > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    if len(body) > limit:
+                        raise _too_large(limit)
+        except TimeoutError:
+            raise Refused("the body took too long to arrive", status=408, code="request_timeout") from None
+        except web.RequestPayloadError:
+            raise Refused("the body cannot be read", code="invalid_body") from None
+        return bytes(body)
+
+    async def _encode_chat(self, model: ServedModel, body: ChatBody) -> list[int]:
+        # A template is a program that came with the checkpoint: it never runs on the loop.
+        return await self._on_thread(
+            functools.partial(
+                model.tokenizer.encode_chat,
+                api.messages_of(body),
+                tools=None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                kwargs=body.chat_template_kwargs,
+            )
+        )
+
+    async def _encode_prompts(self, model: ServedModel, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
+        """Ids and echo text of each prompt."""
+        given = api.prompts_of(body)
+        many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+        for i, prompt in enumerate(given):
+            if not isinstance(prompt, str):
+                api.check_ids(prompt, model.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
+        work = functools.partial(_encode_all, model.tokenizer, given, body)
+        long = sum(len(prompt) for prompt in given) > self._limits.inline_chars
+        return await self._on_thread(work) if long else work()
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _encode_all(
+    tokenizer: Tokenizer, given: Sequence[str | list[int]], body: CompletionBody
+) -> tuple[list[list[int]], list[str]]:
+    add_special = body.add_special_tokens is not False
+    prompts, echo = [], []
+    for prompt in given:
+        if isinstance(prompt, str):
+            # A raw prompt is the client's own template, so what it spells as special is special.
+            prompts.append(tokenizer.encode(prompt, add_special=add_special, parse_special=True))
+            echo.append(prompt if body.echo else "")
+        else:
+            prompts.append(prompt)
+            echo.append(tokenizer.decode(prompt, body.skip_special_tokens is not False) if body.echo else "")
+    return prompts, echo
+
+
+def _target(model: ServedModel) -> api.Target:
+    return api.Target(model.card.id, model.card.context_tokens, model.vocab, model.eos_ids, model.defaults)
+
+
+def _label(prefix: str) -> api.Label:
+    seed = int.from_bytes(os.urandom(8)) >> 1
+    return api.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)
+
+
+def _loading(reason: str) -> Refused:
+    return Refused(f"not ready: {reason}", status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(f"the body must be at most {limit} bytes", status=413, code="body_too_large")
+
+
+def _json_response(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _version() -> str:
+    # Imported here: it costs 20 ms, and few ask.
+    from importlib import metadata
+
+    try:
+        return metadata.version("janus-server")
+    except metadata.PackageNotFoundError:
+        return "unknown"

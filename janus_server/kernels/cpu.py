@@ -1,0 +1,242 @@
+"""The native CPU table: numpy arrays in, pointers out to the C++ library in `cuda/`; the GIL is released in every call.
+
+Made by `choose`, used by the device thread of one node; calls that compute share one pool of threads and therefore come one at a time.
+`store_rows`, `read_rows` and `copy_pages` do not use the pool: a loader may call them from any thread. Must never import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from janus_server.errors import require
+from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, StepInputs
+
+ABI = 1
+PANEL_ROWS = 32
+MAX_HEAD_DIM = 1024
+ALIGNMENT_BYTES = 64
+
+_P = ctypes.c_void_p
+_I = ctypes.c_int64
+_F = ctypes.c_double
+
+_SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("janus_abi", _I, ()),
+    ("janus_pool_new", _P, (_I,)),
+    ("janus_pool_free", None, (_P,)),
+    ("janus_matrix_bytes", _I, (_I, _I, _I)),
+    ("janus_store_rows", _I, (_P, _P, _I, _I)),
+    ("janus_read_rows", None, (_P, _P)),
+    ("janus_embed", _I, (_P, _P, _I, _P, _P)),
+    ("janus_rms_norm", None, (_P, _P, _P, _F, _I, _I, _P)),
+    ("janus_linear", None, (_P, _P, _I, _P, _P, _P, _I)),
+    ("janus_rope_and_cache", _I, (_P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _P, _P, _P, _I, _P, _P)),
+    ("janus_attention", _I, (_P, _P, _P, _P, _I, _P, _I, _I, _P, _F, _P)),
+    ("janus_silu_mul", None, (_P, _P, _I, _I, _P)),
+    ("janus_take_rows", _I, (_P, _I, _P, _I, _I, _P)),
+    ("janus_copy", None, (_P, _I, _I, _I)),
+)
+
+
+class _MatrixRecord(ctypes.Structure):
+    _fields_ = (("data", _P), ("n", _I), ("k", _I), ("bf16", _I))
+
+
+class _CacheRecord(ctypes.Structure):
+    _fields_ = (
+        ("base", _P), ("page_stride", _I), ("pages", _I), ("kv_heads", _I), ("page_tokens", _I), ("head_dim", _I),
+        ("bf16", _I),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Handle:
+    """A record that the library reads, and its address; kept so that a call passes one integer."""
+
+    record: ctypes.Structure
+    address: int
+
+
+class CpuNative:
+    """`Kernels` over the compiled library. Activations are f32; weights and cache f32 or bf16."""
+
+    name = "cpu"
+
+    def __init__(self, library: Path, threads: int) -> None:
+        """Raises OSError when the library cannot be loaded on this machine (a missing symbol is a Bug)."""
+        require(threads >= 1, f"a pool needs at least one thread, not {threads}")
+        loaded = ctypes.CDLL(str(library))
+        for symbol, result, arguments in _SIGNATURES:
+            function = getattr(loaded, symbol)
+            function.restype = result
+            function.argtypes = arguments
+        require(loaded.janus_abi() == ABI, f"{library.name} speaks another version than this server")
+        self.threads = threads
+        self._matrix_bytes = loaded.janus_matrix_bytes
+        self._store_rows = loaded.janus_store_rows
+        self._read_rows = loaded.janus_read_rows
+        self._embed = loaded.janus_embed
+        self._rms_norm = loaded.janus_rms_norm
+        self._linear = loaded.janus_linear
+        self._rope_and_cache = loaded.janus_rope_and_cache
+        self._attention = loaded.janus_attention
+        self._silu_mul = loaded.janus_silu_mul
+        self._take_rows = loaded.janus_take_rows
+        self._copy = loaded.janus_copy
+        self._pool_free = loaded.janus_pool_free
+        self._pool: int | None = loaded.janus_pool_new(threads)
+
+    def close(self) -> None:
+        """End the pool's threads. No call may follow."""
+        if self._pool is not None:
+            self._pool_free(self._pool)
+            self._pool = None
+
+    def act_dtype(self, weights: DType) -> DType:
+        return DType.F32
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
+        count = 1
+        for size in shape:
+            count *= size
+        raw = np.empty(count * dtype.bytes + ALIGNMENT_BYTES, np.uint8)
+        skip = -_address(raw) % ALIGNMENT_BYTES
+        flat = raw[skip : skip + count * dtype.bytes].view(np.float32 if dtype is DType.F32 else np.uint16)
+        return flat.reshape(shape)
+
+    def vector(self, data: np.ndarray) -> np.ndarray:
+        require(data.dtype == np.float32 and data.flags.c_contiguous, "a vector is contiguous float32")
+        return data
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return array  # type: ignore[no-any-return]
+
+    def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
+        return int(self._matrix_bytes(n, k, dtype is DType.BF16))
+
+    def row_step(self, dtype: DType) -> int:
+        return PANEL_ROWS
+
+    def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
+        require(n > 0 and k > 0, f"an empty matrix [{n}, {k}]")
+        require(data.dtype == np.uint8 and data.flags.c_contiguous, "a matrix lies in flat bytes")
+        require(data.size >= self.matrix_bytes(n, k, dtype), f"{data.size} bytes are too few for [{n}, {k}]")
+        address = _address(data)
+        require(address % ALIGNMENT_BYTES == 0, "a matrix begins at a multiple of 64 bytes")
+        record = _MatrixRecord(address, n, k, dtype is DType.BF16)
+        return Matrix(data, n, k, dtype, _Handle(record, ctypes.addressof(record)))
+
+    def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
+        count, k = rows.shape
+        require(rows.dtype == _storage(matrix.dtype), f"rows are {rows.dtype}, the matrix {matrix.dtype.value}")
+        require(k == matrix.k and 0 <= start and start + count <= matrix.n, f"rows {start}+{count} outside the matrix")
+        last = start + count == matrix.n
+        require(start % PANEL_ROWS == 0 and (count % PANEL_ROWS == 0 or last), f"rows {start}+{count} split a panel")
+        if count == 0:
+            return 0
+        return int(self._store_rows(matrix.handle.address, _address(rows), count, start))
+
+    def read_rows(self, matrix: Matrix) -> np.ndarray:
+        rows = np.empty((matrix.n, matrix.k), _storage(matrix.dtype))
+        self._read_rows(matrix.handle.address, _address(rows))
+        return rows
+
+    def cache_layer(
+        self, slab: np.ndarray, offset_bytes: int, page_stride_bytes: int, kv_heads: int, page_tokens: int,
+        head_dim: int, dtype: DType,
+    ) -> CacheLayer:  # fmt: skip
+        layer_bytes = 2 * kv_heads * page_tokens * head_dim * dtype.bytes
+        require(0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0, f"head_dim {head_dim} is odd or above {MAX_HEAD_DIM}")
+        require(offset_bytes >= 0 and offset_bytes + layer_bytes <= page_stride_bytes, "a layer must fit into its page")
+        require(offset_bytes % dtype.bytes == 0 and page_stride_bytes % dtype.bytes == 0, "a layer is not aligned")
+        pages = slab.size // page_stride_bytes
+        record = _CacheRecord(
+            _address(slab) + offset_bytes, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype is DType.BF16
+        )
+        handle = _Handle(record, ctypes.addressof(record))
+        return CacheLayer(
+            slab, offset_bytes, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype, handle
+        )  # fmt: skip
+
+    def embed(self, ids: np.ndarray, table: Matrix, x: Array) -> None:
+        require(x.shape == (ids.size, table.k), "embed: x has another shape")
+        code = self._embed(self._pool, _address(ids), ids.size, table.handle.address, _address(x))
+        require(code == 0, "embed: a token id is outside the vocabulary")
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        rows, k = x.shape
+        require(weight.size == k and out.shape == x.shape, "rms_norm: shapes differ")
+        self._rms_norm(self._pool, _address(x), _address(weight), eps, rows, k, _address(out))
+
+    def linear(self, act: Array, matrix: Matrix, bias: Array | None, out: Array) -> None:
+        rows, k = act.shape
+        require(k == matrix.k and out.shape == (rows, matrix.n), "linear: shapes differ")
+        at = None if bias is None else _address(bias)
+        self._linear(self._pool, _address(act), rows, matrix.handle.address, at, _address(out), 0)
+
+    def linear_add(self, act: Array, matrix: Matrix, x: Array) -> None:
+        rows, k = act.shape
+        require(k == matrix.k and x.shape == (rows, matrix.n), "linear_add: shapes differ")
+        self._linear(self._pool, _address(act), rows, matrix.handle.address, None, _address(x), 1)
+
+    def rope_and_cache(
+        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array, sin: Array,
+        inputs: StepInputs, cache: CacheLayer, q: Array,
+    ) -> None:  # fmt: skip
+        rows, heads, head_dim = q.shape
+        require(head_dim == cache.head_dim and cos.shape[1] * 2 == head_dim, "rope: head_dim differs")
+        require(qkv.shape == (rows, (heads + 2 * cache.kv_heads) * head_dim), "rope: qkv has another shape")
+        code = self._rope_and_cache(
+            self._pool, _address(qkv), None if q_norm is None else _address(q_norm),
+            None if k_norm is None else _address(k_norm), eps, _address(cos), _address(sin), cos.shape[0], rows, heads,
+            _address(inputs.positions), _address(inputs.row_sequence), _address(inputs.page_table),
+            inputs.page_table.shape[1], cache.handle.address, _address(q),
+        )  # fmt: skip
+        require(code == 0, "rope: a position or a page is out of range")
+
+    def attention(self, q: Array, inputs: StepInputs, cache: CacheLayer, scale: float, out: Array) -> None:
+        heads = q.shape[1]
+        require(heads % cache.kv_heads == 0 and q.shape[2] == cache.head_dim, "attention: heads do not fit the cache")
+        code = self._attention(
+            self._pool, _address(q), _address(inputs.positions), _address(inputs.query_start),
+            inputs.query_start.size - 1, _address(inputs.page_table), inputs.page_table.shape[1], heads,
+            cache.handle.address, scale, _address(out),
+        )  # fmt: skip
+        require(code == 0, "attention: a position or a page is out of range")
+
+    def silu_mul(self, gate_up: Array, out: Array) -> None:
+        rows, f = out.shape
+        require(gate_up.shape == (rows, 2 * f), "silu_mul: shapes differ")
+        self._silu_mul(self._pool, _address(gate_up), rows, f, _address(out))
+
+    def take_rows(self, x: Array, rows: np.ndarray, out: Array) -> None:
+        have, k = x.shape
+        require(out.shape == (rows.size, k), "take_rows: shapes differ")
+        code = self._take_rows(_address(x), have, _address(rows), rows.size, k, _address(out))
+        require(code == 0, "take_rows: a row is out of range")
+
+    def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
+        pages = slab.size // page_bytes
+        require(0 <= source < pages and 0 <= target < pages, f"copy_pages: {source} or {target} outside the slab")
+        self._copy(_address(slab), source * page_bytes, target * page_bytes, page_bytes)
+
+
+def _storage(dtype: DType) -> type[np.float32] | type[np.uint16]:
+    return np.float32 if dtype is DType.F32 else np.uint16
+
+
+def _address(
+    array: np.ndarray, at: Any = ctypes.addressof, view: Any = ctypes.c_char.from_buffer
+) -> int:
+    """Where an array's data begins. The buffer protocol is four times faster than numpy's own attribute, refuses what is
+    not contiguous, and cannot look at empty or read-only arrays: those take the slow way."""
+    try:
+        return at(view(array))  # type: ignore[no-any-return]
+    except (TypeError, ValueError):
+        require(array.flags.c_contiguous, "a kernel was given an array that is not contiguous")
+        return int(array.__array_interface__["data"][0])

@@ -1,0 +1,60 @@
+"""Server-sent events on one aiohttp response: headers, drain, keep-alive comments, the error event and [DONE].
+
+`http` writes through it; what an event says is `api_reply`'s business. The response starts with the first write, so
+that a refusal before it can still be an HTTP status. A reader that leaves the socket full for too long is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from janus_server.api_reply import error_event
+from janus_server.errors import Refused
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment: clients skip it, proxies see traffic
+
+
+class SseWriter:
+    """Writes whole events. Once `started`, a byte is out and only an error event can report trouble."""
+
+    def __init__(self, request: web.Request, stall_s: float) -> None:
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        self._request = request
+        self._stall_s = stall_s
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, events: bytes) -> None:
+        """Write events and wait while the socket is full. Raises ConnectionError when the reader is gone or stalled."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self.response.write(events)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the reader stalled") from None
+
+    async def ping(self) -> None:
+        await self.send(PING)
+
+    async def done(self, events: bytes = b"") -> None:
+        """The last events, if any, then [DONE] and the end of the body."""
+        await self.send(events + DONE)
+        await self.response.write_eof()
+
+    async def fail(self, refused: Refused) -> None:
+        """The error event, then [DONE]: clients that know errors raise, the others at least see the end."""
+        await self.done(error_event(refused))

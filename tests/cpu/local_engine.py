@@ -1,0 +1,135 @@
+"""One model run in the test's own thread: the real pool, batcher, decoder and sampler, without loop, threads or HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from janus_server.kernels.table import DType, Kernels
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.prefix import PrefixCache
+from janus_server.kv.xtensor import XTensor, kv_layout
+from janus_server.model.decoder import Decoder
+from janus_server.model.load import load_weights, open_checkpoint
+from janus_server.model.runner import Runner
+from janus_server.model.weights import layout
+from janus_server.sched.batcher import Batcher, BatcherLimits
+from janus_server.sched.scarcity import Scarcity
+from janus_server.types import Batch, Chunk, Request, Sampled, SampleSpec, Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class LocalEngine:
+    """A checkpoint loaded into its own xTensor; `batcher` is made anew by `reset`."""
+
+    def __init__(
+        self,
+        path: Path,
+        kernels: Kernels,
+        *,
+        dtype: DType | None = None,
+        page_bytes: int = 1 << 16,
+        memory_bytes: int = 64 << 20,
+        context_tokens: int = 256,
+        max_rows: int = 512,
+    ) -> None:
+        checkpoint = open_checkpoint(path, dtype)
+        self.spec = spec = checkpoint.spec
+        self.xtensor = XTensor(memory_bytes, page_bytes)
+        plan = layout(spec, kernels.matrix_bytes)
+        transaction = self.xtensor.open_weights("m", plan.total_bytes)
+        assert transaction is not None
+        self.weights = load_weights(checkpoint, plan, kernels, transaction.array, lambda done, total: None)
+        transaction.commit()
+        kv = kv_layout(page_bytes, spec.n_layers, spec.kv_heads, spec.head_dim, spec.dtype.bytes)
+        cache = tuple(
+            kernels.cache_layer(
+                self.xtensor.slab, i * kv.layer_bytes, page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
+                spec.dtype,
+            )
+            for i in range(spec.n_layers)
+        )  # fmt: skip
+        self.context_tokens = context_tokens
+        self.kv = KvPages(self.xtensor.pool, "m", kv.page_tokens)
+        self.runner = Runner(
+            Decoder(spec, self.weights, kernels, cache, context_tokens, max_rows), kernels, self.xtensor.slab, page_bytes
+        )
+        self.rows: dict[tuple[str, int], list[np.ndarray]] = {}
+        self.reset()
+
+    def reset(self, **limits: object) -> None:
+        """A fresh batcher and prefix cache with other limits; all pages must be back."""
+        if hasattr(self, "prefix"):
+            self.prefix.clear()
+        self.scarcity = Scarcity(self.xtensor.pool)
+        self.prefix = PrefixCache(self.kv, b"test")
+        settings = {
+            "context_tokens": self.context_tokens,
+            "capacity_pages": self.xtensor.pool.n_pages,
+            "prefix_caching": False,
+            **limits,
+        }
+        self.batcher = Batcher(self.kv, self.prefix, self.scarcity, BatcherLimits(**settings))
+
+    def generate(self, *requests: Request, forced: dict[str, list[int]] | None = None) -> dict[tuple[str, int], list[int]]:
+        """Run requests to their end; tokens by (id, index). Logits of every sampled row are kept in `rows`.
+
+        `forced` replaces the sampled token of a request's position by a given one (teacher forcing).
+        """
+        out: dict[tuple[str, int], list[int]] = {}
+        self.rows = {}
+        for request in requests:
+            self.batcher.add(request, 0.0)
+        while not self.batcher.idle:
+            batch = self.batcher.plan()
+            assert batch is not None
+            names = self._names(batch)
+            logits = self.runner.logits(batch).copy() if names else self.runner.logits(batch)
+            results = self._draw(batch, logits, names, forced or {})
+            for name, row in zip(names, logits, strict=False):
+                self.rows.setdefault(name, []).append(row)
+            for emit in self.batcher.commit(batch, results):
+                out.setdefault((emit.request_id, emit.index), []).append(emit.token)
+        self.xtensor.pool.check()
+        return out
+
+    def logits_of(self, tokens: list[int], chunks: list[int]) -> np.ndarray:
+        """Logits [len(chunks), vocab] at the end of each chunk of one sequence, laid over pages in no order."""
+        found, start = [], 0
+        size = self.kv.page_tokens
+        held = self.kv.take(len(tokens) // size + 1)
+        assert held is not None
+        pages = (*held[1::2], *held[::2])
+        spec = SampleSpec(GREEDY, 0)
+        for step, count in enumerate(chunks):
+            used = pages[: -(-(start + count) // size)]
+            chunk = Chunk(1, start, tuple(tokens[start : start + count]), used, spec)
+            found.append(self.runner.logits(Batch(step, (chunk,)))[0].copy())
+            start += count
+        for page in held:
+            self.kv.drop(page)
+        return np.stack(found)
+
+    def _names(self, batch: Batch) -> list[tuple[str, int]]:
+        by_number = {s.number: s for s in self.batcher.running}
+        sequences = [by_number[c.sequence] for c in batch.chunks if c.sample is not None]
+        return [(s.request.id, s.index) for s in sequences]
+
+    def _draw(
+        self, batch: Batch, logits: np.ndarray, names: list[tuple[str, int]], forced: dict[str, list[int]]
+    ) -> list[Sampled]:
+        from janus_server.model.sample import sample
+
+        specs = [c.sample for c in batch.chunks if c.sample is not None]
+        drawn = sample(logits, specs) if specs else []
+        return [
+            Sampled(forced[name[0]][spec.position]) if name[0] in forced else one
+            for one, name, spec in zip(drawn, names, specs, strict=True)
+        ]
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:
+    settings = {"sampling": GREEDY, **fields}
+    return Request(id=name, model="m", prompt=tuple(prompt), max_tokens=max_tokens, **settings)

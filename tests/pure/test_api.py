@@ -1,0 +1,487 @@
+"""The edge of the API, without a socket: what is accepted, what is refused and how, and the bytes of answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from janus_server import api, api_reply, types
+from janus_server.api_types import ALLOWED, ChatBody, CompletionBody, Limits
+from janus_server.errors import Bug, Refused
+
+LIMITS = Limits()
+TARGET = api.Target("m", 100, 300, (257,), types.Sampling(temperature=0.7, top_p=0.9, top_k=5))
+LABEL = api.Label("cmpl-1", 1_700_000_000, 42)
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "m", "prompt": "hi"}
+
+
+class Names:
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return api.parse_completion(msgspec.json.encode({**TEXT, **fields}), LIMITS)
+
+
+def plan(prompts: list[list[int]] | None = None, echoes: list[str] | None = None, **fields: Any) -> api.Call:
+    prompts = prompts or [[1, 2, 3]]
+    return api.plan_completion(completion(**fields), prompts, echoes or [""] * len(prompts), TARGET, LIMITS, LABEL)
+
+
+def plan_chat(**fields: Any) -> api.Call:
+    body = api.parse_chat(msgspec.json.encode({**CHAT, **fields}), LIMITS)
+    return api.plan_chat(body, [1, 2, 3], TARGET, LIMITS, LABEL)
+
+
+# What is refused
+
+
+BAD_COMMON: list[tuple[str, Any, str]] = [
+    ("model", None, "model"),
+    ("model", "", "model"),
+    ("model", 3, "model"),
+    ("temperature", "1", "temperature"),
+    ("temperature", True, "temperature"),
+    ("temperature", -0.1, "temperature"),
+    ("temperature", 2.1, "temperature"),
+    ("top_p", 1.01, "top_p"),
+    ("top_p", [], "top_p"),
+    ("top_k", -2, "top_k"),
+    ("top_k", 1.5, "top_k"),
+    ("min_p", 2, "min_p"),
+    ("presence_penalty", 2.5, "presence_penalty"),
+    ("frequency_penalty", -3, "frequency_penalty"),
+    ("repetition_penalty", 0, "repetition_penalty"),
+    ("seed", 2**63, "seed"),
+    ("seed", 1.5, "seed"),
+    ("seed", True, "seed"),
+    ("n", 0, "n"),
+    ("n", 129, "n"),
+    ("n", True, "n"),
+    ("n", 10**30, "n"),
+    ("max_tokens", 0, "max_tokens"),
+    ("max_tokens", -1, "max_tokens"),
+    ("max_tokens", 1.0, "max_tokens"),
+    ("max_completion_tokens", 0, "max_completion_tokens"),
+    ("min_tokens", -1, "min_tokens"),
+    ("stop", ["a"] * 17, "stop"),
+    ("stop", [""], "stop"),
+    ("stop", "", "stop"),
+    ("stop", [1], "stop[0]"),
+    ("stop", "x" * 1025, "stop"),
+    ("stop_token_ids", [-1], "stop_token_ids[0]"),
+    ("stop_token_ids", [True], "stop_token_ids[0]"),
+    ("stop_token_ids", list(range(257)), "stop_token_ids"),
+    ("logit_bias", {"x": 1}, "logit_bias"),
+    ("logit_bias", {"1": 101}, "logit_bias"),
+    ("logit_bias", {"1": True}, "logit_bias"),
+    ("logit_bias", {str(i): 1 for i in range(1025)}, "logit_bias"),
+    ("logit_bias", [1], "logit_bias"),
+    ("stream", 1, "stream"),
+    ("stream", "true", "stream"),
+    ("stream_options", True, "stream_options"),
+    ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
+    ("ignore_eos", 1, "ignore_eos"),
+    ("response_format", {"type": "json_object"}, "response_format"),
+    ("response_format", {}, "response_format"),
+    ("guided_json", {"type": "object"}, "guided_json"),
+    ("structured_outputs", {"regex": "a"}, "structured_outputs"),
+    ("prompt_logprobs", 0, "prompt_logprobs"),
+    ("bad_words", ["x"], "bad_words"),
+]
+BAD_TEXT: list[tuple[str, Any, str]] = [
+    ("prompt", None, "prompt"),
+    ("prompt", [], "prompt"),
+    ("prompt", 3, "prompt"),
+    ("prompt", [1, "a"], "prompt"),
+    ("prompt", [1, [2]], "prompt"),
+    ("prompt", [True], "prompt[0]"),
+    ("prompt", [1.5], "prompt[0]"),
+    ("prompt", [["a"]], "prompt[0][0]"),
+    ("prompt", ["a"] * 1025, "prompt"),
+    ("logprobs", -1, "logprobs"),
+    ("logprobs", 21, "logprobs"),
+    ("logprobs", True, "logprobs"),
+    ("best_of", 2, "best_of"),
+    ("best_of", 0, "best_of"),
+    ("suffix", "x", "suffix"),
+    ("echo", 1, "echo"),
+]
+BAD_CHAT: list[tuple[str, Any, str]] = [
+    ("messages", None, "messages"),
+    ("messages", [], "messages"),
+    ("messages", "hi", "messages"),
+    ("messages", [{}], "messages[0].role"),
+    ("messages", [{"role": "robot"}], "messages[0].role"),
+    ("messages", [{"role": "user", "content": 3}], "messages[0].content"),
+    ("messages", [{"role": "user", "content": [{"type": 3}]}], "messages[0].content[0].type"),
+    ("messages", ["hi"], "messages[0]"),
+    ("logprobs", 1, "logprobs"),
+    ("top_logprobs", 2, "top_logprobs"),
+    ("tools", [{"type": "function"}], "tools"),
+    ("functions", [{"name": "f"}], "functions"),
+    ("chat_template", "{{ 1 }}", "chat_template"),
+    ("chat_template_kwargs", [], "chat_template_kwargs"),
+    ("add_special_tokens", True, "add_special_tokens"),
+]
+
+
+def refused_field(refused: Refused, param: str) -> None:
+    assert refused.status == 400
+    assert refused.kind == "invalid_request_error"
+    assert refused.param == param
+    assert refused.code
+    named = param.split("[")[0].split(".")[0]
+    assert refused.message.startswith(named), refused.message
+
+
+@pytest.mark.parametrize(("field", "value", "param"), BAD_COMMON + BAD_TEXT)
+def test_a_bad_completion_field_is_refused_by_name(field: str, value: Any, param: str) -> None:
+    with pytest.raises(Refused) as caught:
+        completion(**{field: value})
+    refused_field(caught.value, param)
+
+
+@pytest.mark.parametrize(("field", "value", "param"), BAD_COMMON + BAD_CHAT)
+def test_a_bad_chat_field_is_refused_by_name(field: str, value: Any, param: str) -> None:
+    with pytest.raises(Refused) as caught:
+        plan_chat(**{field: value})
+    refused_field(caught.value, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"max_tokens": 98}, "max_tokens"),
+        ({"max_completion_tokens": 98, "max_tokens": 1}, "max_completion_tokens"),
+    ],
+)
+def test_what_depends_on_the_model_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    for planned in (plan, plan_chat):
+        with pytest.raises(Refused) as caught:
+            planned(**fields)
+        refused_field(caught.value, param)
+
+
+def test_too_long_names_both_numbers() -> None:
+    with pytest.raises(Refused) as caught:
+        plan([[1] * 100])
+    assert caught.value.code == "context_length_exceeded"
+    assert "100 tokens" in caught.value.message
+    with pytest.raises(Refused) as caught:
+        plan([[1] * 90], max_tokens=11)
+    assert caught.value.code == "context_length_exceeded"
+    assert {"11", "90", "100"} <= set(caught.value.message.replace(":", "").replace(";", "").split())
+
+
+def test_the_total_of_a_call_is_bounded() -> None:
+    limits = Limits(total_tokens=100)
+    body = completion(n=4, max_tokens=20)
+    with pytest.raises(Refused) as caught:
+        api.plan_completion(body, [[1], [2]], ["", ""], TARGET, limits, LABEL)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(Refused) as caught:
+        completion(prompt=["a"] * 100, n=100)
+    assert caught.value.param == "n"
+    chat = api.plan_chat(api.parse_chat(json.dumps({**CHAT, "n": 4}).encode(), limits), [1], TARGET, limits, LABEL)
+    assert chat.requests[0].max_tokens == 25
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b'{"model" "m"}', "byte 9"),
+        (b"[]", "JSON object"),
+        (b"null", "JSON object"),
+        (b'{"model":"\xff"}', "UTF-8"),
+        (b'{"model":"\\ud800","prompt":"hello"}', "surrogate"),
+        (b'{"model":"m","prompt":"a"} trailing', "byte"),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeply"),
+        (b"[" * 100_000, "JSON object"),
+    ],
+)
+def test_broken_json_says_where(raw: bytes, part: str) -> None:
+    with pytest.raises(Refused) as caught:
+        api.parse_completion(raw, LIMITS)
+    assert caught.value.status == 400
+    assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'{"model":"m","prompt":"a","temperature":NaN}', "temperature"),
+        (b'{"model":"m","prompt":"a","top_p":-Infinity}', "top_p"),
+        (b'{"model":"m","prompt":"a","logit_bias":{"5":Infinity}}', "logit_bias.5"),
+        (b'{"model":"m","prompt":"a","x":[{"y":NaN}]}', "x[0].y"),
+        (b'{"model":"m","prompt":"a","temperature":1e999}', "temperature"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named(raw: bytes, param: str) -> None:
+    with pytest.raises(Refused) as caught:
+        api.parse_completion(raw, LIMITS)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_an_id_outside_the_vocabulary_is_named_by_its_place() -> None:
+    with pytest.raises(Refused, match=r"prompt\[2\]\[1\] must be a token id from 0 to 299"):
+        api.check_ids([5, 300], 300, "prompt", "prompt[2]")
+    with pytest.raises(Refused, match=r"prompt\[0\]"):
+        api.check_ids([-1], 300, "prompt", "prompt")
+    api.check_ids([0, 299], 300, "prompt", "prompt")
+
+
+def test_every_field_says_what_it_allows() -> None:
+    """A field without words would be refused with "another type"."""
+    for shape in (ChatBody, CompletionBody):
+        for field in msgspec.structs.fields(shape):
+            assert field.type is Any or field.name in ALLOWED, field.name
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
+    for parse in (api.parse_chat, api.parse_completion):
+        try:
+            parse(raw, LIMITS)
+        except Refused as refused:
+            assert refused.status == 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted({f.name for shape in (ChatBody, CompletionBody) for f in msgspec.structs.fields(shape)})
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+def test_any_json_is_planned_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        body = api.parse_completion(json.dumps({**TEXT, **fields}).encode(), LIMITS)
+        call = api.plan_completion(body, [[1]], [""], TARGET, LIMITS, LABEL)
+    except Refused as refused:
+        assert refused.status == 400
+        assert refused.param
+    else:
+        s = call.requests[0].sampling
+        assert all(math.isfinite(x) for x in (s.temperature, s.top_p, s.min_p, s.repetition_penalty))
+        assert call.requests[0].max_tokens >= 1
+    try:
+        plan_chat(**fields)
+    except Refused as refused:
+        assert refused.status == 400
+
+
+# What is accepted
+
+
+def test_what_clients_always_send_is_accepted() -> None:
+    call = plan_chat(
+        stop=None, logprobs=None, tools=[], tool_choice="auto", repetition_penalty=1.0,
+        stream_options={"include_usage": True}, user="u", metadata={"a": 1},
+        store=True, service_tier="auto", parallel_tool_calls=True, reasoning_effort="low",
+        prompt_cache_key="k", response_format={"type": "text"}, functions=None, unknown_field=[1],
+        continue_final_message=False,
+    )  # fmt: skip
+    assert call.stream is False
+    plan_chat(tools=[{"type": "function"}], tool_choice="none")
+    plan(best_of=1, suffix=None, logprobs=None, echo=False, prompt_logprobs=None)
+    plan(best_of=3, n=3)
+
+
+def test_defaults_come_from_the_model_and_yield_to_the_client() -> None:
+    sampling = plan().requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.logprobs) == (0.7, 0.9, 5, None)
+    sampling = plan(temperature=0, top_p=1, top_k=-1, seed=-1, logit_bias={"9": 1, "2": -100}).requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
+    assert sampling.seed == 2**63 - 1
+    assert sampling.logit_bias == ((2, -100.0), (9, 1.0))
+    assert plan(top_p=0).requests[0].sampling.top_k == 1
+
+
+def test_lengths() -> None:
+    assert plan().requests[0].max_tokens == 16
+    assert plan([[1] * 95]).requests[0].max_tokens == 5
+    assert plan_chat().requests[0].max_tokens == 97
+    assert plan_chat(max_tokens=5).requests[0].max_tokens == 5
+    assert plan_chat(max_tokens=5, max_completion_tokens=7).requests[0].max_tokens == 7
+
+
+def test_stops() -> None:
+    request = plan(stop="x", stop_token_ids=[7, 3]).requests[0]
+    assert request.stop == ("x",)
+    assert request.stop_ids == (3, 7, 257)
+    request = plan(ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False).requests[0]
+    assert (request.stop_ids, request.include_stop, request.skip_special_tokens) == ((), True, False)
+
+
+def test_prompt_shapes() -> None:
+    assert api.prompts_of(completion(prompt="a")) == ("a",)
+    assert api.prompts_of(completion(prompt=["a", "b"])) == ("a", "b")
+    assert api.prompts_of(completion(prompt=[1, 2])) == ([1, 2],)
+    assert api.prompts_of(completion(prompt=[[1], [2, 3]])) == ([1], [2, 3])
+
+
+def test_seeds_of_equal_prompts_differ_unless_the_client_chose_one() -> None:
+    drawn = plan([[1], [1]])
+    assert drawn.requests[0].sampling.seed != drawn.requests[1].sampling.seed
+    chosen = plan([[1], [1]], seed=5)
+    assert [r.sampling.seed for r in chosen.requests] == [5, 5]
+    assert [r.id for r in chosen.requests] == ["cmpl-1-0", "cmpl-1-1"]
+
+
+def test_messages_reach_the_template_whole() -> None:
+    body = {
+        **CHAT,
+        "messages": [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "tool", "tool_call_id": "1", "content": "r"},
+        ],
+    }
+    messages = api.messages_of(api.parse_chat(json.dumps(body).encode(), LIMITS))
+    assert messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+    ]
+
+
+# What is answered
+
+
+def stream(call: api.Call, deltas: list[tuple[int, types.Delta]]) -> list[dict[str, Any]]:
+    reply = api_reply.StreamReply(call, Names())
+    raw = b"".join(reply.events(prompt, delta) for prompt, delta in deltas)
+    if call.include_usage:
+        raw += reply.usage_event()
+    events = raw.split(b"\n\n")
+    assert events.pop() == b""
+    assert all(event.startswith(b"data: ") and b"\n" not in event for event in events)
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+STOP, LENGTH = types.FinishReason.STOP, types.FinishReason.LENGTH
+
+
+def test_chat_chunks() -> None:
+    call = plan_chat(stream=True, stream_options={"include_usage": True})
+    chunks = stream(
+        call,
+        [
+            (0, types.Delta(0, "a", (97,), cached_tokens=2)),
+            (0, types.Delta(0, "", (98,), cached_tokens=2)),
+            (0, types.Delta(0, "c", (99,), finish=LENGTH)),
+        ],
+    )
+    assert [c["object"] for c in chunks] == ["chat.completion.chunk"] * 5
+    deltas = [c["choices"][0]["delta"] for c in chunks[:4]]
+    assert deltas == [{"role": "assistant", "content": "a"}, {"content": ""}, {"content": "c"}, {}]
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:4]] == [None, None, None, "length"]
+    assert [c["usage"] for c in chunks[:4]] == [None] * 4
+    assert chunks[4]["choices"] == []
+    assert chunks[4]["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 2}
+    }  # fmt: skip
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+
+
+def test_a_choice_that_ends_at_once_still_has_a_role_and_one_end() -> None:
+    chunks = stream(plan_chat(stream=True), [(0, types.Delta(0, "", (257,), finish=STOP))])
+    assert [c["choices"][0]["delta"] for c in chunks] == [{"role": "assistant", "content": ""}, {}]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, "stop"]
+    assert all("usage" not in c for c in chunks)
+
+
+def test_completion_chunks_count_choices_over_prompts() -> None:
+    call = plan(
+        [[1], [2, 3]], ["P0", "P1"], n=2, echo=True, stream=True, stream_options={"continuous_usage_stats": True}
+    )
+    chunks = stream(call, [(1, types.Delta(1, "x", (5,), finish=STOP)), (0, types.Delta(0, "y", (5,)))])
+    assert [(c["choices"][0]["index"], c["choices"][0]["text"]) for c in chunks] == [(3, "P1x"), (0, "P0y")]
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2]
+    assert chunks[0]["usage"]["prompt_tokens"] == 3
+
+
+@given(st.text())
+def test_any_text_survives_and_no_line_reader_can_cut_it(text: str) -> None:
+    call = plan_chat(stream=True)
+    raw = api_reply.StreamReply(call, Names()).events(0, types.Delta(0, text, (1,)))
+    assert len(raw.decode().splitlines()) == 2
+    assert json.loads(raw.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
+
+
+def top(token: int, value: float, *others: tuple[int, float]) -> types.TokenLogprob:
+    return types.TokenLogprob(token, value, others)
+
+
+def test_completion_logprobs() -> None:
+    call = plan(echo=False, logprobs=2)
+    reply = api_reply.WholeReply(call, Names())
+    value = -0.1 - 1e-17
+    first = top(97, value, (97, value), (98, -math.inf))
+    partial = top(0xE2, -1.5, (98, -0.5), (0xE3, -1.25))
+    reply.add(0, types.Delta(0, "a", (97, 0xE2, 0x82), (first, partial)))
+    reply.add(0, types.Delta(0, "€b", (0xAC, 98), (top(0x82, -1.0), top(0xAC, -1.0), top(98, math.nan)), STOP))
+    choice = json.loads(reply.body())["choices"][0]
+    assert choice["text"] == "a€b"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
+    assert logprobs["token_logprobs"] == [value, -1.5, -1.0, -1.0, -9999.0]
+    assert logprobs["top_logprobs"][0] == {"a": value, "b": -9999.0}
+    assert logprobs["top_logprobs"][1] == {"b": -0.5, "bytes:\\xe3": -1.25, "bytes:\\xe2": -1.5}
+    assert logprobs["top_logprobs"][2] == {"bytes:\\x82": -1.0}
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2]
+
+
+def test_chat_logprobs() -> None:
+    call = plan_chat(logprobs=True, top_logprobs=1)
+    reply = api_reply.WholeReply(call, Names())
+    reply.add(0, types.Delta(0, "a", (97,), (top(97, -2.0, (98, -0.5)),), LENGTH))
+    body = json.loads(reply.body())
+    assert body["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "a",
+            "logprob": -2.0,
+            "bytes": [97],
+            "top_logprobs": [
+                {"token": "b", "logprob": -0.5, "bytes": [98]},
+                {"token": "a", "logprob": -2.0, "bytes": [97]},
+            ],
+        }
+    ]
+    none_asked = plan_chat(logprobs=True)
+    assert none_asked.requests[0].sampling.logprobs == 0
+    [chunk, _] = stream(none_asked, [(0, types.Delta(0, "a", (97,), (top(97, -2.0),), LENGTH))])
+    assert chunk["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_only_stop_and_length_end_an_answer() -> None:
+    for finish in (types.FinishReason.ERROR, types.FinishReason.ABORT):
+        with pytest.raises(Bug):
+            api_reply.StreamReply(plan(), Names()).events(0, types.Delta(0, finish=finish))
+        failed = api_reply.failure(types.Delta(0, finish=finish))
+        assert failed is not None
+        assert failed.status >= 500
+    assert api_reply.failure(types.Delta(0, "a", (1,), finish=STOP)) is None

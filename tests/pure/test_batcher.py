@@ -1,0 +1,478 @@
+"""The batcher and Scarcity: worked examples, misuse, cancellation, and who waits for whom when pages are short."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from twin_batcher import Memory, generate
+
+from janus_server.errors import Bug, Refused
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.pages import PagePool
+from janus_server.kv.prefix import PrefixCache
+from janus_server.sched.batcher import Batcher, BatcherLimits, _share
+from janus_server.sched.scarcity import Scarcity
+from janus_server.types import Batch, BatcherStats, Emit, FinishReason, PageCopy, Request, Sampled, Sampling
+
+
+class Node:
+    """One pool of `pages`, a batcher a model, and the fake device."""
+
+    def __init__(self, pages: int, page_tokens: int = 4, models: int = 1, **limits: int | bool) -> None:
+        self.pool = PagePool(pages)
+        self.memory = Memory(page_tokens)
+        scarcity = Scarcity(self.pool)
+        self.limits = BatcherLimits(**{"context_tokens": 1000, "capacity_pages": pages, **limits})
+        kvs = [KvPages(self.pool, f"m{model}", page_tokens) for model in range(models)]
+        self.batchers = [Batcher(kv, PrefixCache(kv, b"s"), scarcity, self.limits) for kv in kvs]
+        self.batcher = self.batchers[0]
+        self.emits: list[Emit] = []
+
+    def step(self, model: int = 0) -> Batch | None:
+        batcher = self.batchers[model]
+        batch = batcher.plan()
+        if batch is not None:
+            self.emits += batcher.commit(batch, self.memory.run(batch))
+        self.pool.check()
+        return batch
+
+    def run(self, rounds: int = 10_000) -> list[Emit]:
+        for _ in range(rounds):
+            ran = [self.step(model) for model in range(len(self.batchers))]
+            if all(b.idle for b in self.batchers):
+                return self.emits
+            assert any(ran), "work is left and nothing runs"
+        raise AssertionError("not finished")
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int | None]:
+        return [e.token for e in self.emits if (e.request_id, e.index) == (request_id, index)]
+
+    def right(self, *requests: Request) -> bool:
+        """Every choice said what the twin says, and ended once."""
+        for request in requests:
+            for index in range(request.n):
+                tokens, finish = generate(request, index, self.limits.context_tokens)
+                ends = [e.finish for e in self.emits if (e.request_id, e.index) == (request.id, index) and e.finish]
+                if (self.tokens(request.id, index), ends) != (tokens, [finish]):
+                    return False
+        return True
+
+
+def _request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, **fields: object) -> Request:
+    """A prompt of that many tokens of its own, or exactly these."""
+    if isinstance(prompt, int):
+        start = sum(name.encode())
+        prompt = tuple(start + 7 * i for i in range(prompt))
+    return Request(id=name, model="m", prompt=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def _shape(batch: Batch | None) -> list[tuple[int, int]]:
+    """(first position, tokens) of each chunk."""
+    assert batch is not None
+    return [(c.start, len(c.tokens)) for c in batch.chunks]
+
+
+class TestShare:
+    def test_docstring_example(self) -> None:
+        assert _share([100, 1000, 1000], 513) == [100, 207, 206]
+        assert _share([5, 10, 10], 2) == [1, 1, 0]
+        assert _share([], 9) == []
+        assert _share([3, 4], 0) == [0, 0]
+
+    @given(st.lists(st.integers(1, 60), max_size=8), st.integers(0, 200))
+    def test_uses_the_budget_and_is_fair(self, gaps: list[int], budget: int) -> None:
+        shares = _share(gaps, budget)
+        assert sum(shares) == min(budget, sum(gaps))
+        hungry = [share for share, gap in zip(shares, gaps, strict=True) if share < gap]
+        assert all(0 <= share <= gap for share, gap in zip(shares, gaps, strict=True))
+        if hungry:
+            assert max(shares) - min(hungry) <= 1
+        unequal = [share for share, gap in zip(shares, gaps, strict=True) if gap > min(hungry, default=0)]
+        assert unequal == sorted(unequal, reverse=True) or not hungry
+
+
+class TestOneSequence:
+    def test_prompt_in_chunks_then_a_token_a_step(self) -> None:
+        node = Node(10, step_tokens=6)
+        request = _request("a", 10, max_tokens=3)
+        node.batcher.add(request, 0.0)
+        shapes = []
+        while not node.batcher.idle:
+            shapes.append(_shape(node.step()))
+        assert shapes == [[(0, 6)], [(6, 4)], [(10, 1)], [(11, 1)]]
+        assert node.right(request)
+        assert [e.cached_tokens for e in node.emits] == [0, 0, 0]
+
+    def test_chunks_carry_the_pages_up_to_their_end(self) -> None:
+        node = Node(10, step_tokens=6)
+        node.batcher.add(_request("a", 10), 0.0)
+        first, second = node.step(), node.step()
+        assert first is not None and second is not None
+        assert (first.step, first.chunks[0].pages, first.chunks[0].sample) == (1, (9, 8), None)
+        assert (second.step, second.chunks[0].pages) == (2, (9, 8, 7))
+        assert second.chunks[0].sample is not None and second.chunks[0].sample.position == 0
+
+    def test_a_one_token_prompt_and_a_one_token_answer(self) -> None:
+        node = Node(1, page_tokens=2)
+        request = _request("a", 1, max_tokens=1)
+        node.batcher.add(request, 0.0)
+        assert len(node.run()) == 1 and node.right(request)
+
+    def test_the_context_ends_it(self) -> None:
+        node = Node(10, context_tokens=8)
+        node.batcher.add(_request("a", 5, max_tokens=30), 0.0)
+        assert [e.finish for e in node.run()] == [None, None, FinishReason.LENGTH]
+
+    def test_stop_ids_end_it_but_not_before_min_tokens(self) -> None:
+        node = Node(10)
+        everything = tuple(range(1, 6))
+        node.batcher.add(_request("a", 5, max_tokens=9, min_tokens=3, stop_ids=everything), 0.0)
+        banned = []
+        while not node.batcher.idle:
+            batch = node.step()
+            assert batch is not None and batch.chunks[0].sample is not None
+            banned.append(batch.chunks[0].sample.banned)
+        assert node.tokens("a")[:3] == [0, 0, 0] and set(banned[:3]) == {everything} and set(banned[3:]) <= {()}
+
+    def test_history_travels_only_where_the_sampling_needs_it(self) -> None:
+        node = Node(10)
+        node.batcher.add(_request("a", (5, 5), sampling=Sampling(repetition_penalty=1.2)), 0.0)
+        node.batcher.add(_request("b", (4, 4)), 0.0)
+        node.step()
+        batch = node.step()
+        assert batch is not None
+        a, b = (c.sample for c in batch.chunks)
+        assert a is not None and (a.prompt, a.output) == ((5, 5), tuple(node.tokens("a")[:1]))
+        assert b is not None and (b.prompt, b.output) == ((), ())
+
+
+class TestSharingAStep:
+    def test_decodes_first_then_prompts_share_the_rest(self) -> None:
+        node = Node(100, step_tokens=21)
+        node.batcher.add(_request("a", 3, max_tokens=50), 0.0)
+        node.step()
+        for name in ("b", "c"):
+            node.batcher.add(_request(name, 40), 1.0)
+        assert _shape(node.step()) == [(3, 1), (0, 10), (0, 10)]
+
+    def test_short_prompts_do_not_wait_for_long_ones(self) -> None:
+        node = Node(100, step_tokens=20)
+        node.batcher.add(_request("long", 100), 0.0)
+        node.batcher.add(_request("short", 5), 0.0)
+        assert _shape(node.step()) == [(0, 15), (0, 5)]
+        assert node.tokens("short") and not node.tokens("long")
+
+    def test_at_most_shared_prompts_share_a_full_step(self) -> None:
+        node = Node(100, step_tokens=20, shared_prompts=2)
+        for name in ("a", "b", "c"):
+            node.batcher.add(_request(name, 50), 0.0)
+        assert _shape(node.step()) == [(0, 10), (0, 10)]
+        assert (node.batcher.stats().running, node.batcher.stats().waiting) == (2, 1)
+
+    def test_one_prompt_at_a_time(self) -> None:
+        node = Node(100, step_tokens=20, one_prompt_at_a_time=True)
+        for name in ("a", "b"):
+            node.batcher.add(_request(name, 30, max_tokens=9), 0.0)
+        assert [_shape(node.step()) for _ in range(4)] == [
+            [(0, 20)], [(20, 10)], [(30, 1), (0, 19)], [(31, 1), (19, 11)],
+        ]  # fmt: skip
+
+    def test_a_step_never_exceeds_its_tokens_however_many_run(self) -> None:
+        node = Node(100, step_tokens=3, sequences=50)
+        requests = [_request(f"r{i}", 2, max_tokens=6, n=3) for i in range(5)]
+        for request in requests:
+            node.batcher.add(request, 0.0)
+        while not node.batcher.idle:
+            batch = node.step()
+            assert batch is not None and batch.tokens <= 3
+        assert node.right(*requests)
+
+    def test_the_sequence_limit(self) -> None:
+        node = Node(100, sequences=2)
+        for i in range(5):
+            node.batcher.add(_request(f"r{i}", 2), 0.0)
+        node.step()
+        assert node.batcher.stats().running == 2
+
+
+class TestChoices:
+    def test_choices_start_from_the_computed_prompt(self) -> None:
+        node = Node(20)
+        request = _request("a", 10, n=3)
+        node.batcher.add(request, 0.0)
+        assert _shape(node.step()) == [(0, 10)]
+        assert node.batcher.stats().running == 3
+        batch = node.batcher.plan()
+        assert _shape(batch) == [(10, 1), (9, 1), (9, 1)]
+        assert batch is not None
+        first, second, third = (c.pages for c in batch.chunks)
+        assert first[:2] == second[:2] == third[:2] and len({first[2], second[2], third[2]}) == 3
+        assert batch.copies == (PageCopy(first[2], second[2], 1), PageCopy(first[2], third[2], 1))
+        node.emits += node.batcher.commit(batch, node.memory.run(batch))
+        node.run()
+        assert node.right(request)
+
+    def test_no_copy_where_the_prompt_ends_with_a_pages_first_token(self) -> None:
+        node = Node(20)
+        request = _request("a", 9, n=2)
+        node.batcher.add(request, 0.0)
+        node.step()
+        batch = node.step()
+        assert batch is not None and not batch.copies and _shape(batch) == [(9, 1), (8, 1)]
+        node.run()
+        assert node.right(request)
+
+    def test_choices_draw_from_streams_of_their_own(self) -> None:
+        node = Node(20)
+        node.batcher.add(_request("a", 3, n=3, sampling=Sampling(seed=40)), 0.0)
+        node.step()
+        batch = node.step()
+        assert batch is not None
+        assert [c.sample.sampling.seed for c in batch.chunks if c.sample] == [40, 41, 42]
+
+    @pytest.mark.parametrize("sequences", [1, 2, 8])
+    def test_choices_that_find_no_place_wait_their_turn(self, sequences: int) -> None:
+        node = Node(6, sequences=sequences)
+        request = _request("a", 10, max_tokens=8, n=5)
+        node.batcher.add(request, 0.0)
+        assert node.batcher.stats().waiting == 5
+        node.run()
+        assert node.right(request)
+
+
+class TestPrefix:
+    def test_a_second_prompt_reuses_pages_and_part_of_one(self) -> None:
+        node = Node(20)
+        first = _request("a", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=1)
+        second = _request("b", (1, 2, 3, 4, 5, 6, 9, 9, 9), max_tokens=1)
+        node.batcher.add(first, 0.0)
+        node.step()
+        node.batcher.add(second, 1.0)
+        batch = node.step()
+        assert _shape(batch) == [(6, 3)] and batch is not None and len(batch.copies) == 1
+        assert node.emits[-1].cached_tokens == 6
+        assert node.right(first, second)
+        stats = node.batcher.stats()
+        assert (stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.computed_tokens) == (18, 6, 12)
+
+    def test_the_whole_prompt_is_never_taken_from_the_cache(self) -> None:
+        node = Node(20)
+        for when, name in enumerate(("a", "b")):
+            node.batcher.add(_request(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
+            node.step()
+        assert [e.cached_tokens for e in node.emits] == [0, 7]
+
+    def test_caching_can_be_off(self) -> None:
+        node = Node(20, prefix_caching=False)
+        for when, name in enumerate(("a", "b")):
+            node.batcher.add(_request(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
+            node.step()
+        assert [e.cached_tokens for e in node.emits] == [0, 0]
+        assert node.pool.free_pages == 20
+
+    def test_cached_pages_survive_an_admission_that_does_not_fit(self) -> None:
+        """Giving up the cache helps nobody when even all of it is too little."""
+        node = Node(8)
+        node.batcher.add(_request("cached", 8, max_tokens=1), 0.0)
+        node.run()
+        node.batcher.add(_request("long", 12, max_tokens=12), 1.0)
+        node.step()
+        node.batcher.add(_request("big", 24, max_tokens=4), 2.0)
+        node.step()
+        assert node.batcher.starved is not None and len(node.batcher.prefix) == 2 + 3
+        node.run()
+
+    def test_a_partial_hit_on_page_zero_that_stands_in_the_way_is_let_go(self) -> None:
+        """Pool of two: page 0 is cached and matches in part, and the prompt needs both pages."""
+        node = Node(2)
+        first, second = _request("a", (1, 2, 3, 4, 5), 2), _request("b", (1, 2, 9, 9, 9), 2)
+        keep = node.batcher.kv.take(1)
+        node.batcher.add(_request("z", (1, 2, 3, 4), 1), 0.0)
+        node.run()
+        for page in keep or ():
+            node.batcher.kv.drop(page)
+        assert [n.page for n in node.batcher.prefix._nodes.values()] == [0]
+        node.batcher.add(second, 1.0)
+        node.run()
+        node.batcher.add(first, 2.0)
+        node.run()
+        assert node.right(first, second)
+
+    def test_a_duplicate_page_does_not_block_the_oldest(self) -> None:
+        """Two prompts with one start are computed side by side: of their equal first pages only one may stay."""
+        node = Node(6, page_tokens=2)
+        a, b = _request("a", (1, 2, 3), 1), _request("b", (1, 2, 4), 9)
+        node.batcher.add(a, 0.0)
+        node.batcher.add(b, 0.0)
+        assert _shape(node.step()) == [(0, 3), (0, 3)]
+        node.run()
+        assert node.right(a, b)
+
+
+class TestRefusal:
+    def test_only_what_can_never_fit_is_refused(self) -> None:
+        node = Node(3)
+        node.batcher.refuse_unfit(_request("a", 8, max_tokens=4))
+        with pytest.raises(Refused) as refused:
+            node.batcher.refuse_unfit(_request("a", 9, max_tokens=4))
+        assert refused.value.code == "context_length_exceeded" and "13" in refused.value.message
+
+    def test_what_just_fits_runs(self) -> None:
+        node = Node(3)
+        request = _request("a", 8, max_tokens=4)
+        node.batcher.add(request, 0.0)
+        node.run()
+        assert node.right(request)
+
+    def test_misuse_is_a_bug(self) -> None:
+        node = Node(3)
+        with pytest.raises(Bug):
+            node.batcher.add(_request("a", ()), 0.0)
+        node.batcher.add(_request("a", 2), 0.0)
+        batch = node.batcher.plan()
+        assert batch is not None
+        for results in ([], [Sampled(1), Sampled(1)]):
+            with pytest.raises(Bug):
+                node.batcher.commit(batch, results)
+
+
+class TestCancel:
+    @pytest.mark.parametrize("steps", range(6))
+    def test_everything_goes_back_whenever_it_comes(self, steps: int) -> None:
+        node = Node(20, step_tokens=4)
+        node.batcher.add(_request("a", 9, max_tokens=9, n=3), 0.0)
+        for _ in range(steps):
+            node.step()
+        node.batcher.cancel("a")
+        assert node.batcher.idle and node.batcher.plan() is None
+        node.batcher.prefix.clear()
+        assert node.pool.free_pages == 20
+        assert all(e.finish is None for e in node.emits)
+
+    @pytest.mark.parametrize("index", range(3))
+    @pytest.mark.parametrize("steps", range(5))
+    def test_one_choice_ends_and_the_others_go_on(self, index: int, steps: int) -> None:
+        node = Node(20, step_tokens=4)
+        request = _request("a", 9, max_tokens=5, n=3)
+        node.batcher.add(request, 0.0)
+        for _ in range(steps):
+            node.step()
+        said = node.tokens("a", index)
+        node.batcher.cancel("a", index)
+        node.run()
+        assert node.tokens("a", index) == said
+        for other in {0, 1, 2} - {index}:
+            assert node.tokens("a", other) == generate(request, other, 1000)[0]
+
+    def test_unknown_and_ended_ids_are_fine(self) -> None:
+        node = Node(20)
+        node.batcher.cancel("nobody")
+        node.batcher.add(_request("a", 3, max_tokens=1), 0.0)
+        node.run()
+        node.batcher.cancel("a")
+        node.batcher.cancel("a", 0)
+        assert node.batcher.idle
+
+    def test_cancel_all_ends_every_choice_once(self) -> None:
+        node = Node(20, sequences=2)
+        for i in range(4):
+            node.batcher.add(_request(f"r{i}", 5, n=2), 0.0)
+        node.step()
+        emits = node.batcher.cancel_all()
+        assert sorted((e.request_id, e.index) for e in emits) == [(f"r{i}", n) for i in range(4) for n in range(2)]
+        assert {e.finish for e in emits} == {FinishReason.ERROR} and node.batcher.idle
+        node.batcher.prefix.clear()
+        assert node.pool.free_pages == 20
+
+    def test_abandoned_pages_are_reclaimed_by_owner(self) -> None:
+        node = Node(20)
+        node.batcher.add(_request("a", 9, n=2), 0.0)
+        node.step()
+        assert len(node.batcher.abandon()) == 2 and node.batcher.idle
+        assert node.pool.reclaim(node.batcher.kv.owner) > 0
+        node.pool.check()
+        assert node.pool.free_pages == 20
+
+
+class TestScarcity:
+    def test_the_youngest_is_preempted_and_all_finish(self) -> None:
+        node = Node(6)
+        requests = [_request(f"r{i}", 3, max_tokens=20) for i in range(3)]
+        for request in requests:
+            node.batcher.add(request, 0.0)
+        finished = [e.request_id for e in node.run() if e.finish]
+        assert node.batcher.stats().preemptions > 0
+        assert finished == ["r0", "r1", "r2"] and node.right(*requests)
+
+    def test_64_requests_in_a_pool_for_about_8(self) -> None:
+        """No two of one model pass each other: whoever runs is older than whoever waits; and the oldest always advances."""
+        node = Node(8 * 3 + 2)
+        requests = [_request(f"r{i}", 3 + i % 5, max_tokens=8 + i % 17) for i in range(64)]
+        for i, request in enumerate(requests):
+            node.batcher.add(request, float(i // 8))
+        steps = 0
+        while not node.batcher.idle:
+            oldest = min([*node.batcher.running, *node.batcher.waiting], key=lambda s: s.order)
+            computed = oldest.computed
+            assert node.step() is not None
+            assert oldest.computed > computed
+            if node.batcher.running and node.batcher.waiting:
+                assert node.batcher.running[-1].order < node.batcher.waiting[0].order
+            steps += 1
+        assert node.right(*requests) and node.batcher.stats().preemptions > 0
+        assert steps <= sum(r.max_tokens for r in requests)
+
+    def test_two_models_that_each_need_one_more_page_both_finish(self) -> None:
+        node = Node(4, models=2)
+        a, b = _request("a", 8, max_tokens=8), _request("b", 8, max_tokens=8)
+        node.batchers[0].add(a, 0.0)
+        node.batchers[1].add(b, 1.0)
+        node.step(0), node.step(1)
+        assert node.pool.free_pages == 0
+        finished = [e.request_id for e in node.run() if e.finish]
+        assert finished == ["a", "b"] and node.right(a, b)
+        assert [x.stats().preemptions for x in node.batchers] == [0, 1]
+
+    def test_another_models_cache_is_given_up_before_anyone_is_preempted(self) -> None:
+        node = Node(6, models=2)
+        node.batchers[1].add(_request("old", 12, max_tokens=1), 0.0)
+        node.run()
+        assert len(node.batchers[1].prefix) == 3
+        requests = [_request(f"r{i}", 8, max_tokens=4) for i in range(2)]
+        for request in requests:
+            node.batchers[0].add(request, 1.0)
+        node.run()
+        assert node.right(*requests) and len(node.batchers[1].prefix) == 0
+        assert node.batchers[0].stats().preemptions == 0
+
+    def test_a_stream_of_small_requests_does_not_starve_a_neighbours_large_one(self) -> None:
+        node = Node(8, models=2)
+        large = _request("large", 24, max_tokens=2)
+        for now in range(60):
+            if now == 2:
+                node.batchers[0].add(large, float(now))
+            node.batchers[1].add(_request(f"s{now}", 4), float(now))
+            node.step(0), node.step(1)
+            if node.tokens("large"):
+                break
+        assert now < 20
+        node.run()
+        assert node.right(large)
+
+    def test_a_model_that_left_is_not_asked(self) -> None:
+        node = Node(4, models=2)
+        node.batchers[1].add(_request("x", 8, max_tokens=1), 0.0)
+        node.run()
+        node.batchers[0]._scarcity.leave(node.batchers[1])
+        assert not node.batchers[0]._scarcity.evict(3)
+        assert node.batchers[0]._scarcity.evict(2)
+
+
+def test_stats_count_choices_and_only_grow() -> None:
+    node = Node(20)
+    assert node.batcher.stats() == BatcherStats(0, 0, 0, 0, 0, 0, 0)
+    node.batcher.add(_request("a", 6, max_tokens=3, n=2), 0.0)
+    assert node.batcher.stats().waiting == 2
+    node.run()
+    assert node.batcher.stats() == BatcherStats(0, 0, 0, 6, 0, 6 + 2 + 1 + 2, 6)

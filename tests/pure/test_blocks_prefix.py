@@ -1,0 +1,305 @@
+"""KV pages and the prefix cache: worked examples, misuse, and random histories against a dict of whole prefixes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from janus_server.errors import Bug
+from janus_server.kv.blocks import KvPages, pages_for
+from janus_server.kv.pages import PagePool
+from janus_server.kv.prefix import Match, PrefixCache
+
+
+def _kv(n_pages: int = 10, page_tokens: int = 2) -> KvPages:
+    return KvPages(PagePool(n_pages), "m", page_tokens)
+
+
+def _take(kv: KvPages, n: int) -> tuple[int, ...]:
+    pages = kv.take(n)
+    assert pages is not None
+    return pages
+
+
+def _drop(kv: KvPages, match: Match) -> None:
+    for page in match.pages:
+        kv.drop(page)
+    if match.partial is not None:
+        kv.drop(match.partial)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 300))
+def test_pages_for_is_the_smallest_sufficient_number(tokens: int, page_tokens: int) -> None:
+    n = pages_for(tokens, page_tokens)
+    assert n * page_tokens >= tokens > (n - 1) * page_tokens
+    assert pages_for(29, 14) == 3
+
+
+class TestKvPages:
+    def test_takes_from_the_high_end_all_or_nothing(self) -> None:
+        kv = _kv(3)
+        assert _take(kv, 2) == (2, 1)
+        assert kv.take(2) is None
+        assert (kv.held, kv.refs(2), kv.refs(0)) == (2, 1, 0)
+
+    def test_a_shared_page_goes_back_with_its_last_holder(self) -> None:
+        pool = PagePool(3)
+        kv = KvPages(pool, "m", 2)
+        (page,) = _take(kv, 1)
+        kv.share(page)
+        assert (kv.refs(page), kv.held) == (2, 1)
+        assert not kv.drop(page)
+        assert pool.owner_of(page) == kv.owner
+        assert kv.drop(page)
+        assert (pool.owner_of(page), pool.free_pages, kv.held) == (None, 3, 0)
+
+    def test_misuse_is_a_bug(self) -> None:
+        kv = _kv()
+        with pytest.raises(Bug):
+            kv.share(4)
+        with pytest.raises(Bug):
+            kv.drop(4)
+        (page,) = _take(kv, 1)
+        kv.drop(page)
+        with pytest.raises(Bug):
+            kv.drop(page)
+        with pytest.raises(Bug):
+            kv.share(page)
+        with pytest.raises(Bug):
+            KvPages(PagePool(1), "m", 0)
+
+    def test_two_models_hold_pages_of_one_pool_apart(self) -> None:
+        pool = PagePool(4)
+        a, b = KvPages(pool, "a", 2), KvPages(pool, "b", 5)
+        (mine,), (theirs,) = _take(a, 1), _take(b, 1)
+        with pytest.raises(Bug):
+            a.drop(theirs)
+        assert pool.held() == {a.owner: 1, b.owner: 1}
+        assert a.drop(mine) and b.drop(theirs)
+
+
+class TestPrefixCache:
+    def test_docstring_example(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        assert cache.publish([1, 2, 3, 4], _take(kv, 2)) == [9, 8]
+        assert cache.match([1, 2, 3, 4, 5], 4) == Match((9, 8))
+        assert cache.match([1, 2, 3, 7], 3) == Match((9,), 8, 1)
+        assert (kv.refs(9), kv.refs(8), len(cache)) == (4, 4, 2)
+
+    @pytest.mark.parametrize(
+        ("tokens", "limit", "expected"),
+        [
+            ([1, 2, 3, 4, 5, 6], 6, Match((9, 8, 7))),
+            ([1, 2, 3, 4, 5, 6], 5, Match((9, 8), 7, 1)),
+            ([1, 2, 3, 4], 3, Match((9,), 8, 1)),
+            ([1, 2, 3, 4], 2, Match((9,))),
+            ([1, 9, 3, 4], 4, Match((), 9, 1)),
+            ([1], 0, Match()),
+            ([3, 4, 5, 6], 4, Match()),
+            ([2, 1], 2, Match()),
+            ([1, 2, 9, 9], 4, Match((9,))),
+        ],
+    )
+    def test_matches(self, tokens: list[int], limit: int, expected: Match) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        cache.publish([1, 2, 3, 4, 5, 6], _take(kv, 3))
+        assert cache.match(tokens, limit) == expected
+
+    def test_the_same_page_tokens_after_another_parent_are_another_prefix(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        cache.publish([1, 1, 5, 5], _take(kv, 2))
+        cache.publish([2, 2, 5, 5], _take(kv, 2))
+        assert cache.match([1, 1, 5, 5], 4).pages == (9, 8)
+        assert cache.match([2, 2, 5, 5], 4).pages == (7, 6)
+
+    def test_the_longest_partial_wins(self) -> None:
+        kv = _kv(page_tokens=4)
+        cache = PrefixCache(kv, b"s")
+        for tail in ([1, 2, 9, 9], [1, 2, 3, 9], [1, 9, 9, 9]):
+            cache.publish(tail, _take(kv, 1))
+        assert cache.match([1, 2, 3, 4], 3) == Match((), 8, 3)
+
+    def test_a_duplicate_is_swapped_for_the_known_page(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        cache.publish([1, 2], _take(kv, 1))
+        assert cache.publish([1, 2, 3, 4], _take(kv, 2)) == [9, 7]
+        assert (kv.refs(9), kv.refs(8), kv.refs(7)) == (3, 0, 2)
+
+    def test_least_recently_used_leaves_go_first(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        for tokens in ([1, 1, 2, 2], [3, 3], [1, 1, 4, 4]):
+            for page in cache.publish(tokens, _take(kv, len(tokens) // 2)):
+                kv.drop(page)
+        _drop(kv, cache.match([3, 3], 2))
+        assert (cache.evictable(9), cache.evictable(2)) == (4, 2)
+        survivors = []
+        while cache.evict(1):
+            survivors.append([t for t in ([1, 1, 2, 2], [1, 1, 4, 4], [1, 1], [3, 3]) if _cached(kv, cache, t)])
+        assert survivors == [[[1, 1, 4, 4], [1, 1], [3, 3]], [[1, 1], [3, 3]], [[3, 3]], []]
+        assert kv.held == 0
+
+    def test_pinned_pages_are_never_evicted(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        for page in cache.publish([1, 1, 2, 2, 3, 3], _take(kv, 3)):
+            kv.drop(page)
+        held = cache.match([1, 1, 2, 2, 9, 9], 6)
+        assert (cache.evictable(9), cache.evict(9), len(cache)) == (1, 1, 2)
+        _drop(kv, held)
+        assert (cache.evict(9), len(cache), kv.held) == (2, 0, 0)
+
+    def test_clear_leaves_pages_with_their_sequences(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        (mine, _) = _take(kv, 2)
+        cache.publish([1, 2], (mine,))
+        cache.clear()
+        assert (len(cache), kv.refs(mine), kv.held) == (0, 1, 2)
+        assert cache.match([1, 2], 2) == Match()
+
+    def test_publishing_a_page_nobody_holds_is_a_bug(self) -> None:
+        with pytest.raises(Bug):
+            PrefixCache(_kv(), b"s").publish([1, 2], (3,))
+
+    def test_keys_depend_on_the_secret_and_on_token_boundaries(self) -> None:
+        a, b = PrefixCache(_kv(), b"a"), PrefixCache(_kv(), b"b")
+        assert a._key(b"", (1, 2)) != b._key(b"", (1, 2))
+        assert a._key(b"", (1, 256)) != a._key(b"", (1, 1)) != a._key(b"", (0, 1))
+        assert a._key(b"", (70_000,)) != a._key(b"", (70_000 % 65_536,))
+
+    def test_a_collision_of_keys_serves_nothing(self) -> None:
+        class Colliding(PrefixCache):
+            def _key(self, parent: bytes, tokens: tuple[int, ...]) -> bytes:
+                return b"same"
+
+        kv = _kv()
+        cache = Colliding(kv, b"s")
+        cache.publish([1, 2], _take(kv, 1))
+        assert cache.match([3, 4], 2) == Match()
+        assert cache.publish([3, 4], _take(kv, 1)) == [8]
+        assert cache.match([3, 4], 2) == Match()
+        assert (len(cache), kv.refs(8)) == (1, 1)
+
+
+def _cached(kv: KvPages, cache: PrefixCache, tokens: list[int]) -> bool:
+    """Is the whole of `tokens` cached? Looks without touching the order of use."""
+    node = cache._root
+    for start in range(0, len(tokens), kv.page_tokens):
+        found = [c for c in node.children.values() if list(c.tokens) == tokens[start : start + kv.page_tokens]]
+        if not found:
+            return False
+        node = found[0]
+    return True
+
+
+@dataclasses.dataclass
+class _Entry:
+    page: int
+    used: int
+
+
+Prefix = tuple[int, ...]
+
+
+class CacheAgainstDict(RuleBasedStateMachine):
+    """The twin: whole token prefixes → (page, when used), with the holders of each page counted apart."""
+
+    T = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = _kv(24, self.T)
+        self.cache = PrefixCache(self.kv, b"s")
+        self.known: dict[Prefix, _Entry] = {}
+        self.clock = 0
+        self.holders: list[list[int]] = []
+
+    prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+    @rule(tokens=prompts, data=st.data())
+    def match(self, tokens: list[int], data: st.DataObject) -> None:
+        limit = data.draw(st.integers(0, len(tokens)))
+        whole = 0
+        while whole + self.T <= limit and tuple(tokens[: whole + self.T]) in self.known:
+            whole += self.T
+        path = [tuple(tokens[:end]) for end in range(self.T, whole + 1, self.T)]
+        best, shared = None, 0
+        for prefix in self.known:
+            if len(prefix) == whole + self.T and prefix[:whole] == tuple(tokens[:whole]):
+                common = _common(prefix, tokens[:limit]) - whole
+                if common > shared:
+                    best, shared = prefix, common
+        got = self.cache.match(tokens, limit)
+        assert got.pages == tuple(self.known[prefix].page for prefix in path)
+        assert (got.partial, got.partial_tokens) == (self.known[best].page if best else None, shared)
+        self._touch([*path, best] if best else path)
+        self.holders.append([*got.pages, *([got.partial] if got.partial is not None else [])])
+
+    @rule(tokens=prompts)
+    def publish(self, tokens: list[int]) -> None:
+        """As a sequence does: match, take what is missing, compute, publish; it goes on holding what it got."""
+        full = len(tokens) // self.T
+        pages = self.kv.take(full)
+        if pages is None:
+            return
+        expected = []
+        path = []
+        for i, page in enumerate(pages):
+            prefix = tuple(tokens[: (i + 1) * self.T])
+            path.append(prefix)
+            expected.append(self.known.setdefault(prefix, _Entry(page, 0)).page)
+        assert self.cache.publish(tokens, pages) == expected
+        self._touch(path)
+        self.holders.append(expected)
+
+    def _touch(self, path: list[Prefix]) -> None:
+        for prefix in reversed(path):
+            self.clock += 1
+            self.known[prefix].used = self.clock
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        for page in self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))):
+            self.kv.drop(page)
+
+    @rule(n=st.integers(0, 6))
+    def evict(self, n: int) -> None:
+        pinned = {page for pages in self.holders for page in pages}
+        free = sorted((p for p, e in self.known.items() if e.page not in pinned), key=lambda p: self.known[p].used)
+        assert self.cache.evictable(n) == min(n, len(free))
+        assert self.cache.evict(n) == min(n, len(free))
+        for prefix in free[:n]:
+            del self.known[prefix]
+            longer = [other for other in self.known if other[: len(prefix)] == prefix]
+            assert not longer, "a parent went before its child"
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.known.clear()
+
+    @invariant()
+    def references_add_up(self) -> None:
+        refs = Counter(page for pages in self.holders for page in pages)
+        refs.update(entry.page for entry in self.known.values())
+        assert dict(self.kv._refs) == dict(refs)
+        assert len(self.cache) == len(self.known)
+
+
+def _common(a: Prefix, b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+CacheAgainstDict.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCacheAgainstDict = CacheAgainstDict.TestCase

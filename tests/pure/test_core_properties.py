@@ -1,0 +1,317 @@
+"""The whole pure core under random load: batchers of one or two models, one pool, one Scarcity, simulated KV memory.
+
+Whatever arrives, is cancelled, preempted or found in the prefix cache, every choice must produce exactly what the twin
+generates alone, and after every step every page must be accounted for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from twin_batcher import VOCABULARY, Memory, expected_slots, generate
+
+from janus_server.kv.blocks import KvPages, pages_for
+from janus_server.kv.pages import PagePool
+from janus_server.kv.prefix import PrefixCache
+from janus_server.sched.batcher import Batcher, BatcherLimits, Sequence
+from janus_server.sched.scarcity import Scarcity
+from janus_server.types import Batch, Emit, FinishReason, Owner, PageKind, Request, SampleSpec, Sampling
+
+Pick = Callable[[int, int], int]
+Choice = tuple[str, int]
+WEIGHTS = Owner("weights", PageKind.WEIGHTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    round: int
+    model: int
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancel:
+    round: int
+    request_id: str
+    index: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    page_tokens: int
+    pool_pages: int
+    weight_pages: int
+    models: int
+    limits: BatcherLimits
+    arrivals: tuple[Arrival, ...]
+    cancels: tuple[Cancel, ...]
+    turns: tuple[int, ...]
+    teardown_round: int | None
+
+
+def scenario(pick: Pick) -> Scenario:
+    """A random load; pick(a, b) draws an integer a … b."""
+    page_tokens = pick(1, 5)
+    models = pick(1, 2)
+    prompts: list[tuple[int, ...]] = []
+    arrivals = []
+    for number in range(pick(1, 9)):
+        prompt = _prompt(pick, prompts)
+        prompts.append(prompt)
+        arrivals.append(Arrival(pick(0, 8), pick(0, models - 1), _request(pick, f"r{number}", prompt)))
+    # Now is the round, so requests of one round tie by number; the list is in order of arrival.
+    arrivals.sort(key=lambda a: a.round)
+    cancels = []
+    for _ in range(pick(0, 4)):
+        victim = arrivals[pick(0, len(arrivals) - 1)]
+        index = None if pick(0, 1) else pick(0, victim.request.n - 1)
+        cancels.append(Cancel(victim.round + pick(0, 12), victim.request.id, index))
+    capacity = max(pages_for(len(a.request.prompt) + a.request.max_tokens, page_tokens) for a in arrivals)
+    weight_pages = pick(0, 2)
+    step_tokens = pick(1, 24)
+    limits = BatcherLimits(
+        context_tokens=pick(12, 40),
+        capacity_pages=capacity,
+        step_tokens=step_tokens,
+        sequences=pick(1, 8),
+        shared_prompts=pick(1, 4),
+        one_prompt_at_a_time=pick(0, 3) == 0,
+        prefix_caching=pick(0, 3) != 0,
+    )
+    turns = tuple(pick(0, 3) for _ in range(6))
+    pool_pages = capacity + weight_pages + pick(0, 3) * pick(0, 3)
+    teardown = pick(1, 12) if pick(0, 7) == 0 else None
+    return Scenario(
+        page_tokens, pool_pages, weight_pages, models, limits, tuple(arrivals), tuple(cancels), turns, teardown
+    )
+
+
+def _prompt(pick: Pick, earlier: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Often the start of an earlier prompt, so that the prefix cache hits whole pages and parts of pages."""
+    base: tuple[int, ...] = ()
+    if earlier and pick(0, 3):
+        base = earlier[pick(0, len(earlier) - 1)]
+        base = base[: pick(0, len(base))]
+    tail = tuple(pick(0, VOCABULARY - 1) for _ in range(pick(0 if base else 1, 10 if not base else 4)))
+    return base + tail
+
+
+def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
+    max_tokens = pick(1, 10)
+    history = pick(0, 3) == 0
+    return Request(
+        id=name,
+        model="m",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        min_tokens=pick(0, max_tokens),
+        n=pick(1, 4) if pick(0, 1) else 1,
+        sampling=Sampling(seed=pick(0, 2), presence_penalty=1.0 if history else 0.0),
+        stop_ids=tuple(range(pick(0, 3))),
+    )
+
+
+class World:
+    """Drives a scenario round by round and checks everything after every step."""
+
+    def __init__(self, plan: Scenario) -> None:
+        self.plan = plan
+        self.pool = PagePool(plan.pool_pages)
+        self.memory = Memory(plan.page_tokens)
+        self.scarcity = Scarcity(self.pool)
+        if plan.weight_pages:
+            weights = self.pool.reserve_low(plan.weight_pages, WEIGHTS)
+            assert weights is not None
+            weights.commit()
+        self.batchers = []
+        for model in range(plan.models):
+            kv = KvPages(self.pool, f"m{model}", plan.page_tokens)
+            self.batchers.append(Batcher(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits))
+        self.steps = [0] * plan.models
+        self.queue = list(plan.arrivals)
+        self.requests: dict[str, tuple[int, Request]] = {}
+        self.output: dict[Choice, list[int]] = {}
+        self.ends: dict[Choice, FinishReason] = {}
+        self.cancelled: set[Choice] = set()
+        self.twin = {
+            (a.request.id, i): generate(a.request, i, plan.limits.context_tokens)
+            for a in plan.arrivals
+            for i in range(a.request.n)
+        }
+
+    def run(self) -> None:
+        longest = sum(
+            a.request.n * (len(a.request.prompt) + 2 * a.request.max_tokens + 2) for a in self.plan.arrivals
+        )
+        bound = 40 + longest * len(self.plan.arrivals)
+        for now in range(bound):
+            self._events(now)
+            turn = self._turn(now)
+            progressed = [self._step(model) for model in turn]
+            work_left = any(not b.idle for b in self.batchers)
+            if not work_left and not self.queue:
+                break
+            if work_left and len(turn) == self.plan.models:
+                assert any(progressed), "work is left and nothing runs"
+        else:
+            raise AssertionError(f"not finished after {bound} rounds")
+        self._check_end()
+
+    def _turn(self, now: int) -> list[int]:
+        """Which models step this round, in which order: all of them, forwards or backwards, or one."""
+        turn = self.plan.turns[now] if now < len(self.plan.turns) else now % 2
+        order = list(range(self.plan.models))
+        return [order, order[::-1], order[:1], order[-1:]][turn]
+
+    def _events(self, now: int) -> None:
+        while self.queue and self.queue[0].round <= now:
+            arrival = self.queue.pop(0)
+            self.batchers[arrival.model].refuse_unfit(arrival.request)
+            self.batchers[arrival.model].add(arrival.request, float(now))
+            self.requests[arrival.request.id] = (arrival.model, arrival.request)
+            for index in range(arrival.request.n):
+                self.output[arrival.request.id, index] = []
+        for cancel in self.plan.cancels:
+            if cancel.round == now and cancel.request_id in self.requests:
+                self._cancel(cancel)
+        if self.plan.teardown_round == now:
+            self._teardown(self.batchers[0])
+        self._check_pages()
+
+    def _cancel(self, cancel: Cancel) -> None:
+        model, request = self.requests[cancel.request_id]
+        self.batchers[model].cancel(cancel.request_id, cancel.index)
+        indices = range(request.n) if cancel.index is None else [cancel.index]
+        self.cancelled |= {(request.id, i) for i in indices if (request.id, i) not in self.ends}
+
+    def _teardown(self, batcher: Batcher) -> None:
+        self._take_in(batcher.cancel_all())
+        assert batcher.idle
+        batcher.prefix.clear()
+        assert batcher.kv.held == 0
+
+    def _step(self, model: int) -> bool:
+        batcher = self.batchers[model]
+        batch = batcher.plan()
+        self._check_pages()
+        if batch is None:
+            return False
+        self.steps[model] += 1
+        assert batch.step == self.steps[model]
+        self._check_batch(batcher, batch)
+        results = self.memory.run(batch)
+        self._check_memory(batcher, batch)
+        emits = batcher.commit(batch, results)
+        sampled = [self._choice(batcher, c.sequence) for c in batch.chunks if c.sample is not None]
+        assert len(emits) == len(sampled)
+        self._take_in(emits)
+        self._check_pages()
+        return True
+
+    def _choice(self, batcher: Batcher, number: int) -> Choice | None:
+        return next(((s.request.id, s.index) for s in batcher.running if s.number == number), None)
+
+    def _take_in(self, emits: list[Emit]) -> None:
+        for emit in emits:
+            choice = (emit.request_id, emit.index)
+            assert choice not in self.ends, f"{choice} spoke after its end"
+            assert choice not in self.cancelled, f"{choice} spoke after it was cancelled"
+            prompt = self.requests[emit.request_id][1].prompt
+            assert 0 <= emit.cached_tokens < len(prompt)
+            assert not emit.cached_tokens or (self.plan.limits.prefix_caching and not self.output[choice])
+            if emit.token is not None:
+                self.output[choice].append(emit.token)
+            if emit.finish is not None:
+                self.ends[choice] = emit.finish
+
+    def _check_batch(self, batcher: Batcher, batch: Batch) -> None:
+        limits = self.plan.limits
+        running = {s.number: s for s in batcher.running}
+        assert 0 < batch.tokens <= limits.step_tokens
+        assert len(running) <= limits.sequences
+        assert len({c.sequence for c in batch.chunks}) == len(batch.chunks)
+        assert len({c.target for c in batch.copies}) == len(batch.copies)
+        if limits.one_prompt_at_a_time:
+            assert sum(s.gap > 1 for s in batcher.running) <= 1
+        for chunk in batch.chunks:
+            seq = running[chunk.sequence]
+            end = chunk.start + len(chunk.tokens)
+            assert chunk.start == seq.computed and chunk.tokens
+            assert chunk.tokens == tuple(seq.tokens[chunk.start : end])
+            assert len(chunk.pages) == pages_for(end, self.plan.page_tokens)
+            assert (chunk.sample is not None) == (end == len(seq.tokens))
+            if chunk.sample is not None:
+                self._check_sample(seq, chunk.sample)
+
+    @staticmethod
+    def _check_sample(seq: Sequence, spec: SampleSpec) -> None:
+        request = seq.request
+        generated = tuple(seq.tokens[len(request.prompt) :])
+        history = request.sampling.needs_history
+        assert spec.sampling.seed == request.sampling.seed + seq.index
+        assert spec.position == len(generated)
+        assert spec.banned == (request.stop_ids if len(generated) < request.min_tokens else ())
+        assert (spec.prompt, spec.output) == ((request.prompt, generated) if history else ((), ()))
+
+    def _check_memory(self, batcher: Batcher, batch: Batch) -> None:
+        """Every sequence of the step reads back, through its page table, exactly what the twin would have there."""
+        running = {s.number: s for s in batcher.running}
+        for chunk in batch.chunks:
+            seq = running[chunk.sequence]
+            end = chunk.start + len(chunk.tokens)
+            true = [*seq.request.prompt, *self.twin[seq.request.id, seq.index][0]][:end]
+            assert self.memory.read(chunk.pages, end) == expected_slots(true), f"{seq.request.id}/{seq.index}"
+
+    def _check_pages(self) -> None:
+        self.pool.check()
+        held = self.pool.held()
+        for batcher in self.batchers:
+            kv = batcher.kv
+            nodes = [node.page for node in batcher.prefix._nodes.values()]
+            of_sequences = Counter(page for s in batcher.running for page in s.pages)
+            copies = Counter(s.copy.source for s in batcher.running if s.copy is not None)
+            refs = of_sequences + copies + Counter(nodes)
+            assert dict(kv._refs) == dict(refs), "references and holders differ"
+            assert held.get(kv.owner, 0) == len(refs) == kv.held
+            assert len(set(nodes)) == len(nodes)
+            assert all(s.computed == 0 and not s.pages and s.copy is None for s in batcher.waiting)
+            if all(request.n == 1 for _, request in self.requests.values()) and batcher.running and batcher.waiting:
+                assert batcher.running[-1].order < batcher.waiting[0].order, "a younger one was admitted first"
+            for seq in batcher.running:
+                writable = seq.pages[seq.computed // self.plan.page_tokens :]
+                assert all(of_sequences[page] == 1 for page in writable), "two sequences can write one page"
+                assert not set(writable) & set(nodes), "a cached page can still be written"
+        for page in range(self.pool.n_pages):
+            if self.pool.owner_of(page) is None:
+                self.memory.forget(page)
+
+    def _check_end(self) -> None:
+        for choice, (tokens, finish) in self.twin.items():
+            said = self.output[choice]
+            if choice in self.cancelled:
+                assert said == tokens[: len(said)] and choice not in self.ends
+            elif self.ends[choice] is FinishReason.ERROR:
+                assert said == tokens[: len(said)] and self.plan.teardown_round is not None
+            else:
+                assert (said, self.ends[choice]) == (tokens, finish)
+        for batcher in self.batchers:
+            assert batcher.kv.held == len(batcher.prefix)
+            batcher.prefix.clear()
+            assert batcher.kv.held == 0
+        assert self.pool.free_pages == self.plan.pool_pages - self.plan.weight_pages
+        self.pool.check()
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    return scenario(lambda a, b: draw(st.integers(a, b)))
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(scenarios())
+def test_random_load_equals_the_twin_and_every_page_adds_up(plan: Scenario) -> None:
+    World(plan).run()

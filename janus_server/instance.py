@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from janus_server.detokenize import Detokenizer, StopMatcher
 from janus_server.errors import Refused
@@ -88,7 +88,7 @@ class ServedModel:
         self._device = device
         self._streams = streams
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Yield deltas until every choice has its `finish`. Raises Refused first when the request can never run."""
         if self.failed:
             raise _unavailable(self.card.id)
@@ -123,7 +123,7 @@ class _Choice:
     def __init__(self, tokenizer: Tokenizer, request: Request, index: int) -> None:
         self.index = index
         self.finished = False
-        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt)
         self._matcher = StopMatcher(request.stop, request.include_stop) if request.stop else None
         self._include_stop = request.include_stop
 

@@ -46,9 +46,9 @@ async def _serve(config: ServeConfig) -> int:
     progress = LoadProgress(sys.stderr)
     loading = asyncio.create_task(asyncio.to_thread(node.load, loop, progress.update))
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
-    from janus_server.http import open_server
+    from janus_server.listen import Listener
 
-    server = await open_server(node, config)
+    server = await Listener.open(node, config)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     progress.close()

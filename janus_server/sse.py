@@ -14,6 +14,7 @@ from janus_server.api_reply import error_event
 from janus_server.errors import Refused
 
 DONE = b"data: [DONE]\n\n"
+SMALL_BYTES = 16 * 1024
 PING = b": ping\n\n"  # a comment: clients skip it, proxies see traffic
 
 
@@ -39,12 +40,17 @@ class SseWriter:
         """Write events and wait while the socket is full. Raises ConnectionError when the reader is gone or stalled."""
         if not self.response.prepared:
             await self.response.prepare(self._request)
+        transport = self._request.transport
+        if transport is not None and len(events) <= SMALL_BYTES and transport.get_write_buffer_size() == 0:
+            # Cannot block: it stays under the transport's mark even if the kernel takes nothing. Saves a timer.
+            await self.response.write(events)
+            return
         try:
             async with asyncio.timeout(self._stall_s):
                 await self.response.write(events)
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            if transport is not None:
+                transport.abort()
             raise ConnectionResetError("the reader stalled") from None
 
     async def ping(self) -> None:

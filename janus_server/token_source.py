@@ -86,9 +86,7 @@ def parts_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
     for kind in (_CONTROL, _USER_DEFINED):
         added = [text for text, its in zip(tokens, types, strict=True) if its == kind]
         backend.add_tokens([AddedToken(text, special=kind == _CONTROL, normalized=False) for text in added])
-    ids = {
-        name: _optional_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for name, key in _GGUF_NAMES
-    }
+    ids = {name: _optional_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for name, key in _GGUF_NAMES}
     eos = [ids["eos_token"]]
     eos += [_optional_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key in ("eot", "eom")]
     bos_id = ids["bos_token"]
@@ -198,7 +196,9 @@ def _with_turn_ends(backend: Tokenizer, ids: Iterable[int | None]) -> tuple[int,
 def _byte_level(tokens: Sequence[str], metadata: Mapping[str, object]) -> tuple[Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     splits = _splits(pre)
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in _strings(metadata, "tokenizer.ggml.merges"))]
+    merges = [
+        (left, right) for left, _, right in (m.partition(" ") for m in _strings(metadata, "tokenizer.ggml.merges"))
+    ]
     llama3 = pre in _LLAMA3
     vocab = {text: i for i, text in enumerate(tokens)}
     backend = _built(

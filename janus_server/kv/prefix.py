@@ -65,6 +65,7 @@ class PrefixCache:
         # Least recently used first. Touching walks from the leaf up, which keeps parents younger than their children:
         # one pass of evict then meets every leaf before its parent.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._by_page: dict[int, _Node] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -96,29 +97,23 @@ class PrefixCache:
         stuck above a child in use.
         """
         size = self._kv.page_tokens
-        node = self._root
-        touched = []
         held = list(pages)
-        for i, page in enumerate(pages):
+        known, node = self._deepest(pages)
+        for i in range(known, len(pages)):
             page_tokens = tuple(tokens[i * size : (i + 1) * size])
-            key = self._key(node.key, page_tokens)
-            child = node.children.get(key)
+            child = node.children.get(self._key(node.key, page_tokens))
             if child is None:
-                child = _Node(key, page, page_tokens, node)
-                node.children[key] = child
-                node.by_first.setdefault(page_tokens[0], []).append(child)
-                self._nodes[key] = child
-                self._kv.share(page)
+                child = self._add(node, pages[i], page_tokens)
             elif child.tokens != page_tokens:
                 break
-            elif child.page != page:
+            else:
                 self._kv.share(child.page)
-                self._kv.drop(page)
+                self._kv.drop(pages[i])
                 held[i] = child.page
-            touched.append(child)
             node = child
-        for found in reversed(touched):
-            self._nodes.move_to_end(found.key)
+        while node.parent is not None:
+            self._nodes.move_to_end(node.key)
+            node = node.parent
         return held
 
     def evict(self, n: int) -> int:
@@ -133,11 +128,9 @@ class PrefixCache:
         return sum(1 for _ in itertools.islice(self._unpinned(), limit))
 
     def clear(self) -> None:
-        """Forget everything (the memory is about to go away); pages that sequences still hold stay with them."""
-        for node in self._nodes.values():
-            self._kv.drop(node.page)
-        self._nodes.clear()
-        self._root = _Node(b"", -1, (), None)
+        """Forget everything: the memory is about to go away, and no sequence holds any of it by now."""
+        require(self.evictable(len(self)) == len(self), "cached pages are still in use")
+        self.evict(len(self))
 
     def _unpinned(self) -> Iterator[_Node]:
         """Nodes that only the cache holds, least recently used first; every child comes before its parent.
@@ -145,6 +138,23 @@ class PrefixCache:
         A pinned child has pinned parents (see `publish`), so all of them can go in this order.
         """
         return (node for node in self._nodes.values() if self._kv.refs(node.page) == 1)
+
+    def _deepest(self, pages: Tokens[int]) -> tuple[int, _Node]:
+        """The last of `pages` that is cached and how many pages lead to it: what is known need not be hashed again."""
+        for i in range(len(pages) - 1, -1, -1):
+            node = self._by_page.get(pages[i])
+            if node is not None:
+                return i + 1, node
+        return 0, self._root
+
+    def _add(self, parent: _Node, page: int, tokens: tuple[int, ...]) -> _Node:
+        node = _Node(self._key(parent.key, tokens), page, tokens, parent)
+        parent.children[node.key] = node
+        parent.by_first.setdefault(tokens[0], []).append(node)
+        self._nodes[node.key] = node
+        self._by_page[page] = node
+        self._kv.share(page)
+        return node
 
     def _remove(self, node: _Node) -> None:
         require(not node.children, "a cached page went before its children")
@@ -156,6 +166,7 @@ class PrefixCache:
             if not siblings:
                 del parent.by_first[node.tokens[0]]
         del self._nodes[node.key]
+        del self._by_page[node.page]
         self._kv.drop(node.page)
 
     def _best_partial(self, node: _Node, rest: Tokens[int]) -> tuple[_Node | None, int]:

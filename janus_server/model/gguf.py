@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -30,7 +31,7 @@ MAX_DIMS: Final = 4
 MAX_DIM: Final = 1 << 40
 READ_STEP_BYTES: Final = 4 << 20
 
-SCALARS: Final = MappingProxyType({
+SCALARS: Final[Mapping[int, np.dtype[Any]]] = MappingProxyType({
     0: np.dtype("<u1"), 1: np.dtype("<i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
     5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("?"),
     10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),

@@ -164,19 +164,19 @@ class _Loader:
         file, row_bytes = self._files[entry.file], entry.encoding.row_bytes(out.shape[1])
         head = part.gguf_pairs_head_dim if self._checkpoint.is_gguf else 0
         if not head and is_plain_copy(entry.encoding, dtype):
-            file.read_into(memoryview(out.view(np.uint8).reshape(-1)), entry.offset + low * row_bytes)
+            file.read_into(out.view(np.uint8).reshape(-1).data, entry.offset + low * row_bytes)
             return
         # Rows of a head are scattered over it, so whole heads are read.
         start, stop = (low // head * head, -(-high // head) * head) if head else (low, high)
         stored = stage.stored((stop - start) * row_bytes)
-        file.read_into(memoryview(stored), entry.offset + start * row_bytes)
+        file.read_into(stored.data, entry.offset + start * row_bytes)
         if head:
             stored = stored.reshape(-1, head // 2, 2, row_bytes).swapaxes(1, 2).reshape(-1, row_bytes)
         rows = stored.reshape(-1, row_bytes)[low - start : high - start]
         convert_rows(rows, entry.encoding, dtype, out)
 
     def _blame(self, chunk: _Chunk, out: np.ndarray) -> str:
-        """The sentence for values that are not numbers. The stage may hold another chunk by now: rows are read again."""
+        """The sentence for values that are not numbers. The stage may hold another chunk by now: rows are read anew."""
         stage = _Stage()
         dtype = DType.F32 if chunk.matrix is None else self._dtype
         again = np.empty_like(out)

@@ -123,7 +123,8 @@ def _yarn(freqs: np.ndarray, rope: RopeSpec, head_dim: int) -> np.ndarray:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     divided = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
-    return freqs * (1.0 - divided) + freqs / rope.factor * divided
+    blended: np.ndarray = freqs * (1.0 - divided) + freqs / rope.factor * divided
+    return blended
 
 
 def _yarn_attention(rope: RopeSpec) -> float:

@@ -1,8 +1,8 @@
 """What a dense decoder is made of, read from a config.json or from GGUF metadata. Pure: no I/O.
 
 `checkpoint` calls `from_hf` and `from_gguf`; the model, the layout and the cards read the record. Every number is
-checked for type and range here, and a refusal names the key. It must never guess at a feature it does not know: an unknown
-architecture or switch is refused, because a model that runs wrongly is worse than one that does not run.
+checked for type and range here, and a refusal names the key. It must never guess at a feature it does not know: an
+unknown architecture or switch is refused, because a model that runs wrongly is worse than one that does not run.
 """
 
 from __future__ import annotations

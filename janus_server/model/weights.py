@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -128,10 +128,9 @@ def bind(placed: Layout, kernels: Kernels, memory: np.ndarray) -> Weights:
     require(
         memory.flags.c_contiguous and memory.ctypes.data % ALIGN_BYTES == 0, "weight memory must be 64-byte aligned"
     )
-    bound = {slot.name: bind_slot(slot, placed.dtype, kernels, memory) for slot in placed.entries}
-    fields = [field.name for field in dataclasses.fields(LayerWeights)]
+    bound: dict[str, Any] = {slot.name: bind_slot(slot, placed.dtype, kernels, memory) for slot in placed.entries}
     count = sum(name.endswith(".qkv") for name in bound)
-    layers = tuple(LayerWeights(**{f: bound.get(f"layers.{i}.{f}") for f in fields}) for i in range(count))
+    layers = tuple(_layer(bound, f"layers.{index}.") for index in range(count))
     return Weights(bound["embed"], layers, bound["final_norm"], bound.get("head", bound["embed"]))
 
 
@@ -141,6 +140,12 @@ def bind_slot(slot: Slot, dtype: DType, kernels: Kernels, memory: np.ndarray) ->
     if slot.kind is SlotKind.MATRIX:
         return kernels.matrix(data, slot.n, slot.k, dtype)
     return kernels.vector(data.view(np.float32))
+
+
+def _layer(bound: dict[str, Any], prefix: str) -> LayerWeights:
+    """A layer's record: its slots are named like the fields, and a slot that the family lacks is None."""
+    fields: dict[str, Any] = {f.name: bound.get(prefix + f.name) for f in dataclasses.fields(LayerWeights)}
+    return LayerWeights(**fields)
 
 
 def slot_plans(spec: ModelSpec) -> Iterator[SlotPlan]:

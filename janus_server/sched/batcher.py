@@ -17,17 +17,7 @@ from janus_server.errors import Refused, require
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.prefix import Match, PrefixCache
 from janus_server.sched.scarcity import Scarcity
-from janus_server.types import (
-    Batch,
-    BatcherStats,
-    Chunk,
-    Emit,
-    FinishReason,
-    PageCopy,
-    Request,
-    Sampled,
-    SampleSpec,
-)
+from janus_server.types import Batch, BatcherStats, Chunk, Emit, FinishReason, PageCopy, Request, Sampled, SampleSpec
 
 
 class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +179,6 @@ class Batcher:
         self.running.remove(seq)
         self._release(seq)
         seq.computed = 0
-        seq.published = 0
         self._preemptions += 1
         self._queue(seq)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import SHARED, PlainTable, aligned, as_float, gguf_file, hf_folder, load, packaged_gguf
+from kernel_cases import open_table
 
 from janus_server.errors import BadModel, Bug
 from janus_server.kernels.table import DType
@@ -66,7 +67,11 @@ def assert_same_weights(weights: Any, model: Any) -> None:
             if got is not None:
                 np.testing.assert_array_equal(plain(got), rounded(wanted[name], got), err_msg=name)
     state = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
-    for got, name in ((weights.embed, "model.embed_tokens"), (weights.head, "lm_head"), (weights.final_norm, "model.norm")):
+    for got, name in (
+        (weights.embed, "model.embed_tokens"),
+        (weights.head, "lm_head"),
+        (weights.final_norm, "model.norm"),
+    ):
         np.testing.assert_array_equal(plain(got), rounded(state[f"{name}.weight"], got), err_msg=name)
 
 
@@ -84,7 +89,13 @@ def test_hf_folder_bit_for_bit(tmp_path: Path, architecture: str, dtype: str) ->
 
 def test_parts_that_do_not_start_at_a_row_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # q has 40 rows and k and v 8 each, against a step of 32; one step a chunk, so that borders fall everywhere.
-    odd = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 50}
+    odd = {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 50,
+    }
     model = hf_folder(tmp_path, "Qwen2ForCausalLM", **odd)
     gguf_file(tmp_path / "m.gguf", hf_folder(tmp_path / "llama", "LlamaForCausalLM", **odd))
     monkeypatch.setattr(loading, "STAGE_BYTES", 1)
@@ -148,7 +159,9 @@ def test_gguf_encodings_equal_the_reference(tmp_path: Path, quant: str, dtype: D
     head_dim = 32
 
     def halves(rows: np.ndarray) -> np.ndarray:
-        order = [h * head_dim + 2 * j + half for h in range(len(rows) // head_dim) for half in (0, 1) for j in range(16)]
+        order = [
+            h * head_dim + 2 * j + half for h in range(len(rows) // head_dim) for half in (0, 1) for j in range(16)
+        ]
         return rows[order]
 
     q, k, v = (tensors[f"blk.0.attn_{p}.weight"] for p in "qkv")
@@ -166,6 +179,27 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
     hf_folder(tmp_path, "LlamaForCausalLM", "float16", num_hidden_layers=4)
     checkpoint = open_checkpoint(tmp_path)
     np.testing.assert_array_equal(load(checkpoint, threads=1)[2], load(checkpoint, threads=4)[2])
+
+
+def test_the_native_table_holds_the_same_rows(tmp_path: Path) -> None:
+    odd = {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 50,
+    }
+    hf_folder(tmp_path, "Qwen3ForCausalLM", "bfloat16", **odd)
+    kernels = open_table("cpu", threads=1)
+    for dtype in DType:
+        checkpoint = open_checkpoint(tmp_path, dtype)
+        plain, native = load(checkpoint)[0], load(checkpoint, kernels)[0]
+        pairs = [(plain.embed, native.embed), (plain.head, native.head)]
+        for a, b in zip(plain.layers, native.layers, strict=True):
+            pairs += [(a.qkv, b.qkv), (a.o, b.o), (a.gate_up, b.gate_up), (a.down, b.down)]
+            np.testing.assert_array_equal(a.k_norm, kernels.to_numpy(b.k_norm))
+        for matrix, packed in pairs:
+            np.testing.assert_array_equal(matrix.handle, kernels.read_rows(packed))
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
@@ -229,9 +263,10 @@ def test_packaged_model() -> None:
     assert (spec.n_layers, spec.hidden, spec.heads, spec.kv_heads, spec.vocab) == (30, 576, 9, 3, 49152)
     assert spec.tied_embeddings and spec.rope.theta == 100000.0 and spec.context_tokens == 8192
     weights, _, _ = load(checkpoint, threads=2)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name, matrix in (("blk.29.attn_output", weights.layers[29].o), ("blk.7.ffn_down", weights.layers[7].down)):
-        wanted = gguf.dequantize(tensors[f"{name}.weight"].data, tensors[f"{name}.weight"].tensor_type)
+        entry = checkpoint.tensors[f"{name}.weight"]
+        raw = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.offset).reshape(entry.shape[0], -1)
+        wanted = gguf.dequantize(raw, gguf.GGMLQuantizationType.Q4_1)
         bits = np.empty(wanted.shape, np.uint16)
         round_to_bf16(wanted, bits)
         np.testing.assert_array_equal(matrix.handle, bits)

@@ -1,4 +1,4 @@
-"""The arithmetic under loading: dequantisation and rounding against the reference package and torch, rope against transformers."""
+"""The arithmetic under loading: dequantisation against the reference, rounding against torch, rope against transformers."""
 
 from __future__ import annotations
 

@@ -1,70 +1,15 @@
-"""The batcher and Scarcity: worked examples, misuse, cancellation, and who waits for whom when pages are short."""
+"""The batcher: worked examples, misuse, cancellation, sharing of a step, of pages and of prefixes."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from twin_batcher import Memory, generate
+from twin_batcher import generate
 
 from janus_server.errors import Bug, Refused
-from janus_server.kv.blocks import KvPages
-from janus_server.kv.pages import PagePool
-from janus_server.kv.prefix import PrefixCache
-from janus_server.sched.batcher import Batcher, BatcherLimits, _share
-from janus_server.sched.scarcity import Scarcity
-from janus_server.types import Batch, BatcherStats, Emit, FinishReason, PageCopy, Request, Sampled, Sampling
-
-
-class Node:
-    """One pool of `pages`, a batcher a model, and the fake device."""
-
-    def __init__(self, pages: int, page_tokens: int = 4, models: int = 1, **limits: int | bool) -> None:
-        self.pool = PagePool(pages)
-        self.memory = Memory(page_tokens)
-        scarcity = Scarcity(self.pool)
-        self.limits = BatcherLimits(**{"context_tokens": 1000, "capacity_pages": pages, **limits})
-        kvs = [KvPages(self.pool, f"m{model}", page_tokens) for model in range(models)]
-        self.batchers = [Batcher(kv, PrefixCache(kv, b"s"), scarcity, self.limits) for kv in kvs]
-        self.batcher = self.batchers[0]
-        self.emits: list[Emit] = []
-
-    def step(self, model: int = 0) -> Batch | None:
-        batcher = self.batchers[model]
-        batch = batcher.plan()
-        if batch is not None:
-            self.emits += batcher.commit(batch, self.memory.run(batch))
-        self.pool.check()
-        return batch
-
-    def run(self, rounds: int = 10_000) -> list[Emit]:
-        for _ in range(rounds):
-            ran = [self.step(model) for model in range(len(self.batchers))]
-            if all(b.idle for b in self.batchers):
-                return self.emits
-            assert any(ran), "work is left and nothing runs"
-        raise AssertionError("not finished")
-
-    def tokens(self, request_id: str, index: int = 0) -> list[int | None]:
-        return [e.token for e in self.emits if (e.request_id, e.index) == (request_id, index)]
-
-    def right(self, *requests: Request) -> bool:
-        """Every choice said what the twin says, and ended once."""
-        for request in requests:
-            for index in range(request.n):
-                tokens, finish = generate(request, index, self.limits.context_tokens)
-                ends = [e.finish for e in self.emits if (e.request_id, e.index) == (request.id, index) and e.finish]
-                if (self.tokens(request.id, index), ends) != (tokens, [finish]):
-                    return False
-        return True
-
-
-def _request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, **fields: object) -> Request:
-    """A prompt of that many tokens of its own, or exactly these."""
-    if isinstance(prompt, int):
-        start = sum(name.encode())
-        prompt = tuple(start + 7 * i for i in range(prompt))
-    return Request(id=name, model="m", prompt=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+from janus_server.sched.batcher import _share
+from janus_server.types import Batch, BatcherStats, FinishReason, PageCopy, Sampled, Sampling
 
 
 def _shape(batch: Batch | None) -> list[tuple[int, int]]:
@@ -95,7 +40,7 @@ class TestShare:
 class TestOneSequence:
     def test_prompt_in_chunks_then_a_token_a_step(self) -> None:
         node = Node(10, step_tokens=6)
-        request = _request("a", 10, max_tokens=3)
+        request = request_of("a", 10, max_tokens=3)
         node.batcher.add(request, 0.0)
         shapes = []
         while not node.batcher.idle:
@@ -106,7 +51,7 @@ class TestOneSequence:
 
     def test_chunks_carry_the_pages_up_to_their_end(self) -> None:
         node = Node(10, step_tokens=6)
-        node.batcher.add(_request("a", 10), 0.0)
+        node.batcher.add(request_of("a", 10), 0.0)
         first, second = node.step(), node.step()
         assert first is not None and second is not None
         assert (first.step, first.chunks[0].pages, first.chunks[0].sample) == (1, (9, 8), None)
@@ -115,19 +60,19 @@ class TestOneSequence:
 
     def test_a_one_token_prompt_and_a_one_token_answer(self) -> None:
         node = Node(1, page_tokens=2)
-        request = _request("a", 1, max_tokens=1)
+        request = request_of("a", 1, max_tokens=1)
         node.batcher.add(request, 0.0)
         assert len(node.run()) == 1 and node.right(request)
 
     def test_the_context_ends_it(self) -> None:
         node = Node(10, context_tokens=8)
-        node.batcher.add(_request("a", 5, max_tokens=30), 0.0)
+        node.batcher.add(request_of("a", 5, max_tokens=30), 0.0)
         assert [e.finish for e in node.run()] == [None, None, FinishReason.LENGTH]
 
     def test_stop_ids_end_it_but_not_before_min_tokens(self) -> None:
         node = Node(10)
         everything = tuple(range(1, 6))
-        node.batcher.add(_request("a", 5, max_tokens=9, min_tokens=3, stop_ids=everything), 0.0)
+        node.batcher.add(request_of("a", 5, max_tokens=9, min_tokens=3, stop_ids=everything), 0.0)
         banned = []
         while not node.batcher.idle:
             batch = node.step()
@@ -137,8 +82,8 @@ class TestOneSequence:
 
     def test_history_travels_only_where_the_sampling_needs_it(self) -> None:
         node = Node(10)
-        node.batcher.add(_request("a", (5, 5), sampling=Sampling(repetition_penalty=1.2)), 0.0)
-        node.batcher.add(_request("b", (4, 4)), 0.0)
+        node.batcher.add(request_of("a", (5, 5), sampling=Sampling(repetition_penalty=1.2)), 0.0)
+        node.batcher.add(request_of("b", (4, 4)), 0.0)
         node.step()
         batch = node.step()
         assert batch is not None
@@ -150,37 +95,37 @@ class TestOneSequence:
 class TestSharingAStep:
     def test_decodes_first_then_prompts_share_the_rest(self) -> None:
         node = Node(100, step_tokens=21)
-        node.batcher.add(_request("a", 3, max_tokens=50), 0.0)
+        node.batcher.add(request_of("a", 3, max_tokens=50), 0.0)
         node.step()
         for name in ("b", "c"):
-            node.batcher.add(_request(name, 40), 1.0)
+            node.batcher.add(request_of(name, 40), 1.0)
         assert _shape(node.step()) == [(3, 1), (0, 10), (0, 10)]
 
     def test_short_prompts_do_not_wait_for_long_ones(self) -> None:
         node = Node(100, step_tokens=20)
-        node.batcher.add(_request("long", 100), 0.0)
-        node.batcher.add(_request("short", 5), 0.0)
+        node.batcher.add(request_of("long", 100), 0.0)
+        node.batcher.add(request_of("short", 5), 0.0)
         assert _shape(node.step()) == [(0, 15), (0, 5)]
         assert node.tokens("short") and not node.tokens("long")
 
     def test_at_most_shared_prompts_share_a_full_step(self) -> None:
         node = Node(100, step_tokens=20, shared_prompts=2)
         for name in ("a", "b", "c"):
-            node.batcher.add(_request(name, 50), 0.0)
+            node.batcher.add(request_of(name, 50), 0.0)
         assert _shape(node.step()) == [(0, 10), (0, 10)]
         assert (node.batcher.stats().running, node.batcher.stats().waiting) == (2, 1)
 
     def test_one_prompt_at_a_time(self) -> None:
         node = Node(100, step_tokens=20, one_prompt_at_a_time=True)
         for name in ("a", "b"):
-            node.batcher.add(_request(name, 30, max_tokens=9), 0.0)
+            node.batcher.add(request_of(name, 30, max_tokens=9), 0.0)
         assert [_shape(node.step()) for _ in range(4)] == [
             [(0, 20)], [(20, 10)], [(30, 1), (0, 19)], [(31, 1), (19, 11)],
         ]  # fmt: skip
 
     def test_a_step_never_exceeds_its_tokens_however_many_run(self) -> None:
         node = Node(100, step_tokens=3, sequences=50)
-        requests = [_request(f"r{i}", 2, max_tokens=6, n=3) for i in range(5)]
+        requests = [request_of(f"r{i}", 2, max_tokens=6, n=3) for i in range(5)]
         for request in requests:
             node.batcher.add(request, 0.0)
         while not node.batcher.idle:
@@ -191,7 +136,7 @@ class TestSharingAStep:
     def test_the_sequence_limit(self) -> None:
         node = Node(100, sequences=2)
         for i in range(5):
-            node.batcher.add(_request(f"r{i}", 2), 0.0)
+            node.batcher.add(request_of(f"r{i}", 2), 0.0)
         node.step()
         assert node.batcher.stats().running == 2
 
@@ -199,7 +144,7 @@ class TestSharingAStep:
 class TestChoices:
     def test_choices_start_from_the_computed_prompt(self) -> None:
         node = Node(20)
-        request = _request("a", 10, n=3)
+        request = request_of("a", 10, n=3)
         node.batcher.add(request, 0.0)
         assert _shape(node.step()) == [(0, 10)]
         assert node.batcher.stats().running == 3
@@ -215,7 +160,7 @@ class TestChoices:
 
     def test_no_copy_where_the_prompt_ends_with_a_pages_first_token(self) -> None:
         node = Node(20)
-        request = _request("a", 9, n=2)
+        request = request_of("a", 9, n=2)
         node.batcher.add(request, 0.0)
         node.step()
         batch = node.step()
@@ -225,7 +170,7 @@ class TestChoices:
 
     def test_choices_draw_from_streams_of_their_own(self) -> None:
         node = Node(20)
-        node.batcher.add(_request("a", 3, n=3, sampling=Sampling(seed=40)), 0.0)
+        node.batcher.add(request_of("a", 3, n=3, sampling=Sampling(seed=40)), 0.0)
         node.step()
         batch = node.step()
         assert batch is not None
@@ -234,7 +179,7 @@ class TestChoices:
     @pytest.mark.parametrize("sequences", [1, 2, 8])
     def test_choices_that_find_no_place_wait_their_turn(self, sequences: int) -> None:
         node = Node(6, sequences=sequences)
-        request = _request("a", 10, max_tokens=8, n=5)
+        request = request_of("a", 10, max_tokens=8, n=5)
         node.batcher.add(request, 0.0)
         assert node.batcher.stats().waiting == 5
         node.run()
@@ -244,8 +189,8 @@ class TestChoices:
 class TestPrefix:
     def test_a_second_prompt_reuses_pages_and_part_of_one(self) -> None:
         node = Node(20)
-        first = _request("a", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=1)
-        second = _request("b", (1, 2, 3, 4, 5, 6, 9, 9, 9), max_tokens=1)
+        first = request_of("a", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=1)
+        second = request_of("b", (1, 2, 3, 4, 5, 6, 9, 9, 9), max_tokens=1)
         node.batcher.add(first, 0.0)
         node.step()
         node.batcher.add(second, 1.0)
@@ -259,14 +204,14 @@ class TestPrefix:
     def test_the_whole_prompt_is_never_taken_from_the_cache(self) -> None:
         node = Node(20)
         for when, name in enumerate(("a", "b")):
-            node.batcher.add(_request(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
+            node.batcher.add(request_of(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
             node.step()
         assert [e.cached_tokens for e in node.emits] == [0, 7]
 
     def test_caching_can_be_off(self) -> None:
         node = Node(20, prefix_caching=False)
         for when, name in enumerate(("a", "b")):
-            node.batcher.add(_request(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
+            node.batcher.add(request_of(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
             node.step()
         assert [e.cached_tokens for e in node.emits] == [0, 0]
         assert node.pool.free_pages == 20
@@ -274,11 +219,11 @@ class TestPrefix:
     def test_cached_pages_survive_an_admission_that_does_not_fit(self) -> None:
         """Giving up the cache helps nobody when even all of it is too little."""
         node = Node(8)
-        node.batcher.add(_request("cached", 8, max_tokens=1), 0.0)
+        node.batcher.add(request_of("cached", 8, max_tokens=1), 0.0)
         node.run()
-        node.batcher.add(_request("long", 12, max_tokens=12), 1.0)
+        node.batcher.add(request_of("long", 12, max_tokens=12), 1.0)
         node.step()
-        node.batcher.add(_request("big", 24, max_tokens=4), 2.0)
+        node.batcher.add(request_of("big", 24, max_tokens=4), 2.0)
         node.step()
         assert node.batcher.starved is not None and len(node.batcher.prefix) == 2 + 3
         node.run()
@@ -286,9 +231,9 @@ class TestPrefix:
     def test_a_partial_hit_on_page_zero_that_stands_in_the_way_is_let_go(self) -> None:
         """Pool of two: page 0 is cached and matches in part, and the prompt needs both pages."""
         node = Node(2)
-        first, second = _request("a", (1, 2, 3, 4, 5), 2), _request("b", (1, 2, 9, 9, 9), 2)
+        first, second = request_of("a", (1, 2, 3, 4, 5), 2), request_of("b", (1, 2, 9, 9, 9), 2)
         keep = node.batcher.kv.take(1)
-        node.batcher.add(_request("z", (1, 2, 3, 4), 1), 0.0)
+        node.batcher.add(request_of("z", (1, 2, 3, 4), 1), 0.0)
         node.run()
         for page in keep or ():
             node.batcher.kv.drop(page)
@@ -302,7 +247,7 @@ class TestPrefix:
     def test_a_duplicate_page_does_not_block_the_oldest(self) -> None:
         """Two prompts with one start are computed side by side: of their equal first pages only one may stay."""
         node = Node(6, page_tokens=2)
-        a, b = _request("a", (1, 2, 3), 1), _request("b", (1, 2, 4), 9)
+        a, b = request_of("a", (1, 2, 3), 1), request_of("b", (1, 2, 4), 9)
         node.batcher.add(a, 0.0)
         node.batcher.add(b, 0.0)
         assert _shape(node.step()) == [(0, 3), (0, 3)]
@@ -313,14 +258,14 @@ class TestPrefix:
 class TestRefusal:
     def test_only_what_can_never_fit_is_refused(self) -> None:
         node = Node(3)
-        node.batcher.refuse_unfit(_request("a", 8, max_tokens=4))
+        node.batcher.refuse_unfit(request_of("a", 8, max_tokens=4))
         with pytest.raises(Refused) as refused:
-            node.batcher.refuse_unfit(_request("a", 9, max_tokens=4))
+            node.batcher.refuse_unfit(request_of("a", 9, max_tokens=4))
         assert refused.value.code == "context_length_exceeded" and "13" in refused.value.message
 
     def test_what_just_fits_runs(self) -> None:
         node = Node(3)
-        request = _request("a", 8, max_tokens=4)
+        request = request_of("a", 8, max_tokens=4)
         node.batcher.add(request, 0.0)
         node.run()
         assert node.right(request)
@@ -328,8 +273,8 @@ class TestRefusal:
     def test_misuse_is_a_bug(self) -> None:
         node = Node(3)
         with pytest.raises(Bug):
-            node.batcher.add(_request("a", ()), 0.0)
-        node.batcher.add(_request("a", 2), 0.0)
+            node.batcher.add(request_of("a", ()), 0.0)
+        node.batcher.add(request_of("a", 2), 0.0)
         batch = node.batcher.plan()
         assert batch is not None
         for results in ([], [Sampled(1), Sampled(1)]):
@@ -341,7 +286,7 @@ class TestCancel:
     @pytest.mark.parametrize("steps", range(6))
     def test_everything_goes_back_whenever_it_comes(self, steps: int) -> None:
         node = Node(20, step_tokens=4)
-        node.batcher.add(_request("a", 9, max_tokens=9, n=3), 0.0)
+        node.batcher.add(request_of("a", 9, max_tokens=9, n=3), 0.0)
         for _ in range(steps):
             node.step()
         node.batcher.cancel("a")
@@ -354,7 +299,7 @@ class TestCancel:
     @pytest.mark.parametrize("steps", range(5))
     def test_one_choice_ends_and_the_others_go_on(self, index: int, steps: int) -> None:
         node = Node(20, step_tokens=4)
-        request = _request("a", 9, max_tokens=5, n=3)
+        request = request_of("a", 9, max_tokens=5, n=3)
         node.batcher.add(request, 0.0)
         for _ in range(steps):
             node.step()
@@ -368,7 +313,7 @@ class TestCancel:
     def test_unknown_and_ended_ids_are_fine(self) -> None:
         node = Node(20)
         node.batcher.cancel("nobody")
-        node.batcher.add(_request("a", 3, max_tokens=1), 0.0)
+        node.batcher.add(request_of("a", 3, max_tokens=1), 0.0)
         node.run()
         node.batcher.cancel("a")
         node.batcher.cancel("a", 0)
@@ -377,7 +322,7 @@ class TestCancel:
     def test_cancel_all_ends_every_choice_once(self) -> None:
         node = Node(20, sequences=2)
         for i in range(4):
-            node.batcher.add(_request(f"r{i}", 5, n=2), 0.0)
+            node.batcher.add(request_of(f"r{i}", 5, n=2), 0.0)
         node.step()
         emits = node.batcher.cancel_all()
         assert sorted((e.request_id, e.index) for e in emits) == [(f"r{i}", n) for i in range(4) for n in range(2)]
@@ -387,7 +332,7 @@ class TestCancel:
 
     def test_abandoned_pages_are_reclaimed_by_owner(self) -> None:
         node = Node(20)
-        node.batcher.add(_request("a", 9, n=2), 0.0)
+        node.batcher.add(request_of("a", 9, n=2), 0.0)
         node.step()
         assert len(node.batcher.abandon()) == 2 and node.batcher.idle
         assert node.pool.reclaim(node.batcher.kv.owner) > 0
@@ -395,84 +340,10 @@ class TestCancel:
         assert node.pool.free_pages == 20
 
 
-class TestScarcity:
-    def test_the_youngest_is_preempted_and_all_finish(self) -> None:
-        node = Node(6)
-        requests = [_request(f"r{i}", 3, max_tokens=20) for i in range(3)]
-        for request in requests:
-            node.batcher.add(request, 0.0)
-        finished = [e.request_id for e in node.run() if e.finish]
-        assert node.batcher.stats().preemptions > 0
-        assert finished == ["r0", "r1", "r2"] and node.right(*requests)
-
-    def test_64_requests_in_a_pool_for_about_8(self) -> None:
-        """No two of one model pass each other: whoever runs is older than whoever waits; and the oldest always advances."""
-        node = Node(8 * 3 + 2)
-        requests = [_request(f"r{i}", 3 + i % 5, max_tokens=8 + i % 17) for i in range(64)]
-        for i, request in enumerate(requests):
-            node.batcher.add(request, float(i // 8))
-        steps = 0
-        while not node.batcher.idle:
-            oldest = min([*node.batcher.running, *node.batcher.waiting], key=lambda s: s.order)
-            computed = oldest.computed
-            assert node.step() is not None
-            assert oldest.computed > computed
-            if node.batcher.running and node.batcher.waiting:
-                assert node.batcher.running[-1].order < node.batcher.waiting[0].order
-            steps += 1
-        assert node.right(*requests) and node.batcher.stats().preemptions > 0
-        assert steps <= sum(r.max_tokens for r in requests)
-
-    def test_two_models_that_each_need_one_more_page_both_finish(self) -> None:
-        node = Node(4, models=2)
-        a, b = _request("a", 8, max_tokens=8), _request("b", 8, max_tokens=8)
-        node.batchers[0].add(a, 0.0)
-        node.batchers[1].add(b, 1.0)
-        node.step(0), node.step(1)
-        assert node.pool.free_pages == 0
-        finished = [e.request_id for e in node.run() if e.finish]
-        assert finished == ["a", "b"] and node.right(a, b)
-        assert [x.stats().preemptions for x in node.batchers] == [0, 1]
-
-    def test_another_models_cache_is_given_up_before_anyone_is_preempted(self) -> None:
-        node = Node(6, models=2)
-        node.batchers[1].add(_request("old", 12, max_tokens=1), 0.0)
-        node.run()
-        assert len(node.batchers[1].prefix) == 3
-        requests = [_request(f"r{i}", 8, max_tokens=4) for i in range(2)]
-        for request in requests:
-            node.batchers[0].add(request, 1.0)
-        node.run()
-        assert node.right(*requests) and len(node.batchers[1].prefix) == 0
-        assert node.batchers[0].stats().preemptions == 0
-
-    def test_a_stream_of_small_requests_does_not_starve_a_neighbours_large_one(self) -> None:
-        node = Node(8, models=2)
-        large = _request("large", 24, max_tokens=2)
-        for now in range(60):
-            if now == 2:
-                node.batchers[0].add(large, float(now))
-            node.batchers[1].add(_request(f"s{now}", 4), float(now))
-            node.step(0), node.step(1)
-            if node.tokens("large"):
-                break
-        assert now < 20
-        node.run()
-        assert node.right(large)
-
-    def test_a_model_that_left_is_not_asked(self) -> None:
-        node = Node(4, models=2)
-        node.batchers[1].add(_request("x", 8, max_tokens=1), 0.0)
-        node.run()
-        node.batchers[0]._scarcity.leave(node.batchers[1])
-        assert not node.batchers[0]._scarcity.evict(3)
-        assert node.batchers[0]._scarcity.evict(2)
-
-
 def test_stats_count_choices_and_only_grow() -> None:
     node = Node(20)
     assert node.batcher.stats() == BatcherStats(0, 0, 0, 0, 0, 0, 0)
-    node.batcher.add(_request("a", 6, max_tokens=3, n=2), 0.0)
+    node.batcher.add(request_of("a", 6, max_tokens=3, n=2), 0.0)
     assert node.batcher.stats().waiting == 2
     node.run()
     assert node.batcher.stats() == BatcherStats(0, 0, 0, 6, 0, 6 + 2 + 1 + 2, 6)

@@ -158,14 +158,28 @@ class TestPrefixCache:
         _drop(kv, held)
         assert (cache.evict(9), len(cache), kv.held) == (2, 0, 0)
 
-    def test_clear_leaves_pages_with_their_sequences(self) -> None:
+    def test_clear_forgets_everything_once_no_sequence_is_left(self) -> None:
         kv = _kv()
         cache = PrefixCache(kv, b"s")
-        (mine, _) = _take(kv, 2)
-        cache.publish([1, 2], (mine,))
+        pages = cache.publish([1, 2, 3, 4], _take(kv, 2))
+        with pytest.raises(Bug):
+            cache.clear()
+        assert (len(cache), kv.held) == (2, 2)
+        for page in pages:
+            kv.drop(page)
         cache.clear()
-        assert (len(cache), kv.refs(mine), kv.held) == (0, 1, 2)
+        assert (len(cache), kv.held) == (0, 0)
         assert cache.match([1, 2], 2) == Match()
+
+    def test_publishing_again_adds_only_what_is_new(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        pages = cache.publish([1, 2], _take(kv, 1))
+        for end in (4, 6):
+            pages = cache.publish([1, 2, 3, 4, 5, 6][:end], [*pages, *_take(kv, 1)])
+            assert cache.publish([1, 2, 3, 4, 5, 6][:end], pages) == pages
+        assert pages == [9, 8, 7] and [kv.refs(page) for page in pages] == [2, 2, 2]
+        assert cache.match([1, 2, 3, 4, 5, 6], 6).pages == (9, 8, 7)
 
     def test_publishing_a_page_nobody_holds_is_a_bug(self) -> None:
         with pytest.raises(Bug):
@@ -245,19 +259,25 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self._touch([*path, best] if best else path)
         self.holders.append([*got.pages, *([got.partial] if got.partial is not None else [])])
 
-    @rule(tokens=prompts)
-    def publish(self, tokens: list[int]) -> None:
-        """As a sequence does: match, take what is missing, compute, publish; it goes on holding what it got."""
+    @rule(tokens=prompts, data=st.data())
+    def publish(self, tokens: list[int], data: st.DataObject) -> None:
+        """As a sequence does: match some, take what is missing, compute, publish; it goes on holding what it got."""
         full = len(tokens) // self.T
-        pages = self.kv.take(full)
-        if pages is None:
+        path = [tuple(tokens[: (i + 1) * self.T]) for i in range(full)]
+        pages: list[int] = []
+        for prefix in path[: data.draw(st.integers(0, full))]:
+            if prefix not in self.known:
+                break
+            pages.append(self.known[prefix].page)
+        fresh = self.kv.take(full - len(pages))
+        if fresh is None:
             return
-        expected = []
-        path = []
-        for i, page in enumerate(pages):
-            prefix = tuple(tokens[: (i + 1) * self.T])
-            path.append(prefix)
-            expected.append(self.known.setdefault(prefix, _Entry(page, 0)).page)
+        for page in pages:
+            self.kv.share(page)
+        pages += fresh
+        expected = [
+            self.known.setdefault(prefix, _Entry(page, 0)).page for prefix, page in zip(path, pages, strict=True)
+        ]
         assert self.cache.publish(tokens, pages) == expected
         self._touch(path)
         self.holders.append(expected)
@@ -284,6 +304,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
             longer = [other for other in self.known if other[: len(prefix)] == prefix]
             assert not longer, "a parent went before its child"
 
+    @precondition(lambda self: not self.holders)
     @rule()
     def clear(self) -> None:
         self.cache.clear()

@@ -144,9 +144,7 @@ class World:
         }
 
     def run(self) -> None:
-        longest = sum(
-            a.request.n * (len(a.request.prompt) + 2 * a.request.max_tokens + 2) for a in self.plan.arrivals
-        )
+        longest = sum(a.request.n * (len(a.request.prompt) + 2 * a.request.max_tokens + 2) for a in self.plan.arrivals)
         bound = 40 + longest * len(self.plan.arrivals)
         for now in range(bound):
             self._events(now)

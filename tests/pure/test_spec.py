@@ -108,9 +108,16 @@ def test_yarn_stretches_the_context_and_sliding_windows_cap_it() -> None:
 
 
 def test_generation_config_overrides_and_suggests() -> None:
-    spec = hf({"eos_token_id": [5, 2, 5], "bos_token_id": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0})
+    spec = hf(
+        {"eos_token_id": [5, 2, 5], "bos_token_id": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0}
+    )
     assert (spec.bos_id, spec.eos_ids) == (3, (5, 2))
-    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k, spec.sampling.min_p) == (0.6, 0.95, 20, 0)
+    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k, spec.sampling.min_p) == (
+        0.6,
+        0.95,
+        20,
+        0,
+    )
     assert spec.sampling.repetition_penalty is None
     assert hf({}, eos_token_id=None).eos_ids == ()
     assert hf({"top_k": -1}).sampling.top_k == 0
@@ -277,6 +284,12 @@ def test_layout_hash_follows_the_spec() -> None:
     def digest(**changes: Any) -> str:
         return layout_hash(layout(hf(**changes), lambda n, k, dtype: n * k * dtype.bytes), "plain")
 
-    changes: list[dict[str, Any]] = [{}, {"vocab_size": 513}, {"torch_dtype": "bfloat16"}, QWEN2, {"num_hidden_layers": 4}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"vocab_size": 513},
+        {"torch_dtype": "bfloat16"},
+        QWEN2,
+        {"num_hidden_layers": 4},
+    ]
     assert digest() == digest(rope_theta=5e5)
     assert len({digest(**change) for change in changes}) == len(changes)

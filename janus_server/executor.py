@@ -66,18 +66,34 @@ class Stop(msgspec.Struct, frozen=True):
 Command = Attach | Submit | Cancel | EndAll | Stop
 
 
+class StepTime(msgspec.Struct, frozen=True):
+    """When the parts of a step began and ended, perf_counter seconds: plan and stage, forward, draw and commit."""
+
+    tokens: int
+    start_s: float
+    staged_s: float
+    computed_s: float
+    end_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def device_s(self) -> float:
+        """The forward pass alone; the rest is the host's overhead."""
+        return self.computed_s - self.staged_s
+
+
 class StepReport(msgspec.Struct, frozen=True):
-    """What the loop learns once a step. plan_s + commit_s is the host's part of the step, run_s the device's."""
+    """What the loop learns once a step, or after a change without one (then `step` is None)."""
 
     model: str
     emits: list[Emit]
     stats: BatcherStats
     pages: dict[Owner, int]
     free_pages: int
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
+    step: StepTime | None = None
     failed: bool = False
 
 
@@ -180,29 +196,25 @@ class DeviceThread:
         return False
 
     def _step_of(self, engine: Engine) -> bool:
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         batch = engine.batcher.plan()
         if batch is None:
             return False
-        planned = time.perf_counter()
-        results = engine.runner.run(batch)
-        ran = time.perf_counter()
-        emits = engine.batcher.commit(batch, results)
-        committed = time.perf_counter()
+        arrays = engine.runner.stage(batch)
+        staged_s = time.perf_counter()
+        logits = engine.runner.forward(arrays)
+        computed_s = time.perf_counter()
+        emits = engine.batcher.commit(batch, engine.runner.draw(batch, logits))
         self._touch(self._pool.high_mark)
-        self._report(engine, emits, batch.tokens, planned - start, ran - planned, committed - ran)
+        self._report(engine, emits, StepTime(batch.tokens, start_s, staged_s, computed_s, time.perf_counter()))
         return True
 
-    def _report(
-        self, engine: Engine, emits: list[Emit], tokens: int = 0, plan_s: float = 0.0, run_s: float = 0.0,
-        commit_s: float = 0.0, failed: bool = False,
-    ) -> None:  # fmt: skip
+    def _report(self, engine: Engine, emits: list[Emit], step: StepTime | None = None, failed: bool = False) -> None:
         self._deliver(
             StepReport(
-                engine.model, emits, engine.batcher.stats(), self._pool.held(), self._pool.free_pages, tokens, plan_s,
-                run_s, commit_s, failed,
+                engine.model, emits, engine.batcher.stats(), self._pool.held(), self._pool.free_pages, step, failed
             )
-        )  # fmt: skip
+        )
 
     def _fail(self, engine: Engine, error: Exception) -> None:
         """Tear one instance down: its requests end with an error event, its pages go back by owner."""

@@ -44,8 +44,8 @@ class Listener:
 
 
 def _observe(metrics: Metrics, report: StepReport) -> None:
-    if report.tokens:
-        metrics.model(report.model).step(report.plan_s + report.run_s + report.commit_s, report.tokens)
+    if report.step is not None:
+        metrics.model(report.model).step(report.step.total_s, report.step.device_s, report.step.tokens)
 
 
 def _cannot_listen(config: ServeConfig, error: OSError) -> str:

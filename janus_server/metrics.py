@@ -72,6 +72,7 @@ class Metrics:
         self.params_max = histogram("vllm:request_params_max_tokens", "max_tokens of a request", TOKENS)
         self.step_tokens = histogram("vllm:iteration_tokens_total", "Tokens of a step", STEP_TOKENS)
         self.step_s = histogram("janus_step_seconds", "Time of a step on the device thread", STEP_S)
+        self.device_s = counter("janus_step_device_seconds", "Part of the steps' time spent in the forward pass")
         self.http = Counter(
             "janus_http_requests", "HTTP requests answered", ("route", "status"), registry=self.registry
         )
@@ -112,10 +113,12 @@ class ModelMetrics:
         self.request_prompt, self.request_output = m.request_prompt.labels(*labels), m.request_output.labels(*labels)
         self.params_n, self.params_max = m.params_n.labels(*labels), m.params_max.labels(*labels)
         self._step_tokens, self._step_s = m.step_tokens.labels(*labels), m.step_s.labels(*labels)
+        self._device_s = m.device_s.labels(*labels)
 
-    def step(self, seconds: float, tokens: int) -> None:
-        """The engine ran one step of `tokens` tokens."""
-        self._step_s.observe(seconds)
+    def step(self, total_s: float, device_s: float, tokens: int) -> None:
+        """The engine ran one step of `tokens` tokens; `device_s` of its time was the forward pass."""
+        self._step_s.observe(total_s)
+        self._device_s.inc(device_s)
         self._step_tokens.observe(tokens)
 
     def queued(self, seconds: float) -> None:

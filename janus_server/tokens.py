@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -254,7 +255,7 @@ def _alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
 def _stand_ins(spelled: Sequence[str], texts: Iterable[str]) -> dict[str, str]:
     """A private-use character for each spelling, none of which occurs in the texts."""
     taken = set().union(*map(set, texts))
-    free = [chr(code) for code in _PRIVATE_USE if chr(code) not in taken][: len(spelled)]
+    free = list(itertools.islice((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), len(spelled)))
     if len(free) < len(spelled):
         raise Refused(_ENTANGLED, param="messages")
     return dict(zip(spelled, free, strict=True))

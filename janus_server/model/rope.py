@@ -130,7 +130,7 @@ def _yarn(freqs: np.ndarray, rope: RopeSpec, head_dim: int) -> np.ndarray:
 def _yarn_attention(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-    log = 0.1 * math.log(rope.factor)
+    log = 0.1 * math.log(max(rope.factor, 1.0))
     if rope.mscale and rope.mscale_all_dim:
         return (rope.mscale * log + 1.0) / (rope.mscale_all_dim * log + 1.0)
     return log + 1.0

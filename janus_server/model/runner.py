@@ -1,10 +1,12 @@
 """Runs one Batch of one model: page copies, input arrays, the decoder, the sampler. The executor's hands.
 
-Lives on the device thread. It turns the Batcher's records into arrays and the logits into `Sampled` records; it decides
+It lives on the device thread, turns the Batcher's records into arrays and the logits into `Sampled` records, decides
 nothing and owns no pages.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +16,16 @@ from janus_server.model.sample import sample
 from janus_server.types import Batch, Chunk, Sampled
 
 
+class StepArrays(NamedTuple):
+    """A batch as the decoder wants it: token ids [N] int32, where they belong, and the rows [R] that are sampled."""
+
+    ids: np.ndarray
+    inputs: StepInputs
+    rows: np.ndarray
+
+
 class Runner:
-    """One model's decoder together with the slab its cache lies in."""
+    """One model's decoder together with the slab its cache lies in. A step is `stage`, `forward`, `draw`, in order."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, slab: np.ndarray, page_bytes: int) -> None:
         self._decoder = decoder
@@ -23,22 +33,24 @@ class Runner:
         self._slab = slab
         self._page_bytes = page_bytes
 
-    def run(self, batch: Batch) -> list[Sampled]:
-        """Execute the step; results in the order of the chunks that sample."""
-        logits = self.logits(batch)
+    def stage(self, batch: Batch) -> StepArrays:
+        """Arrays for the step; page copies that it depends on are done here."""
+        for copy in batch.copies:
+            self._kernels.copy_pages(self._slab, self._page_bytes, copy.source, copy.target)
+        return step_arrays(batch.chunks)
+
+    def forward(self, arrays: StepArrays) -> np.ndarray:
+        """Logits of the sampled rows, [R, vocab] f32, valid until the next step."""
+        return self._decoder.forward(arrays.ids, arrays.inputs, arrays.rows)
+
+    def draw(self, batch: Batch, logits: np.ndarray) -> list[Sampled]:
+        """One token a sampled row, in the order of the chunks."""
         specs = [chunk.sample for chunk in batch.chunks if chunk.sample is not None]
         return sample(logits, specs) if specs else []
 
-    def logits(self, batch: Batch) -> np.ndarray:
-        """Execute the step up to the logits of its sampled rows, [R, vocab] f32, valid until the next step."""
-        for copy in batch.copies:
-            self._kernels.copy_pages(self._slab, self._page_bytes, copy.source, copy.target)
-        ids, inputs, rows = step_arrays(batch.chunks)
-        return self._decoder.forward(ids, inputs, rows)
 
-
-def step_arrays(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, StepInputs, np.ndarray]:
-    """Token ids [N], where they belong, and the row numbers [R] whose logits are wanted; all int32.
+def step_arrays(chunks: tuple[Chunk, ...]) -> StepArrays:
+    """The rows of all chunks one after the other, each sequence's page table padded to the longest.
 
     Example: chunks of 3 and 1 tokens at starts 5 and 9 give positions [5, 6, 7, 9], query_start [0, 3, 4] and
     row_sequence [0, 0, 0, 1].
@@ -55,4 +67,4 @@ def step_arrays(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, StepInputs, np.n
         page_table[i, : len(chunk.pages)] = chunk.pages
     ids = np.fromiter((t for c in chunks for t in c.tokens), dtype=np.int32, count=n)
     rows = np.array([query_start[i + 1] - 1 for i, c in enumerate(chunks) if c.sample is not None], dtype=np.int32)
-    return ids, StepInputs(positions, query_start, page_table, row_sequence), rows
+    return StepArrays(ids, StepInputs(positions, query_start, page_table, row_sequence), rows)

@@ -207,7 +207,6 @@ class _Keys:
         value = self.raw(key)
         if value is None:
             return None
-        # An integer of hundreds of digits compares fine but cannot become a float; the range excludes it first.
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise self.bad(key, f"a finite number from {low:g} to {high:g}")
         return float(value)
@@ -288,6 +287,8 @@ def _refuse_unknown_switches(keys: _Keys, family: Family) -> None:
 def _hf_rope(keys: _Keys, max_positions: int) -> RopeSpec:
     """Both spellings: `rope_parameters` with theta inside, or `rope_theta` beside `rope_scaling`."""
     inner = keys.inner("rope_parameters") or keys.inner("rope_scaling") or _Keys({}, keys.where)
+    if any(isinstance(value, Mapping) for value in inner.values.values()):
+        raise keys.bad("rope_parameters", "one set of numbers for all layers")
     theta = inner.number("rope_theta", 2.0, 1e12, keys.number("rope_theta", 2.0, 1e12, 10000.0))
     label = inner.text("rope_type", inner.text("type", "default"))
     if inner.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
@@ -299,11 +300,10 @@ def _hf_rope(keys: _Keys, max_positions: int) -> RopeSpec:
         return RopeSpec(theta=theta)
     original = inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
     outer = keys.optional_integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    implied = max_positions / original if kind is RopeKind.YARN else None
     rope = RopeSpec(
         theta=theta,
         kind=kind,
-        factor=inner.number("factor", 1.0, 4096.0, implied),
+        factor=inner.number("factor", 1.0, 4096.0, max_positions / original if kind is RopeKind.YARN else None),
         original_max_positions=max_positions if kind is RopeKind.DYNAMIC else outer or original,
         low_freq_factor=inner.number("low_freq_factor", 1e-6, 1e6, None if kind is RopeKind.LLAMA3 else 1.0),
         high_freq_factor=inner.number("high_freq_factor", 1e-6, 1e6, None if kind is RopeKind.LLAMA3 else 4.0),

@@ -54,7 +54,10 @@ class LocalEngine:
         self.context_tokens = context_tokens
         self.kv = KvPages(self.xtensor.pool, "m", kv.page_tokens)
         self.runner = Runner(
-            Decoder(spec, self.weights, kernels, cache, context_tokens, max_rows), kernels, self.xtensor.slab, page_bytes
+            Decoder(spec, self.weights, kernels, cache, context_tokens, max_rows),
+            kernels,
+            self.xtensor.slab,
+            page_bytes,
         )
         self.rows: dict[tuple[str, int], list[np.ndarray]] = {}
         self.reset()
@@ -73,7 +76,9 @@ class LocalEngine:
         }
         self.batcher = Batcher(self.kv, self.prefix, self.scarcity, BatcherLimits(**settings))
 
-    def generate(self, *requests: Request, forced: dict[str, list[int]] | None = None) -> dict[tuple[str, int], list[int]]:
+    def generate(
+        self, *requests: Request, forced: dict[str, list[int]] | None = None
+    ) -> dict[tuple[str, int], list[int]]:
         """Run requests to their end; tokens by (id, index). Logits of every sampled row are kept in `rows`.
 
         `forced` replaces the sampled token of a request's position by a given one (teacher forcing).
@@ -86,7 +91,7 @@ class LocalEngine:
             batch = self.batcher.plan()
             assert batch is not None
             names = self._names(batch)
-            logits = self.runner.logits(batch).copy() if names else self.runner.logits(batch)
+            logits = self.runner.forward(self.runner.stage(batch)).copy()
             results = self._draw(batch, logits, names, forced or {})
             for name, row in zip(names, logits, strict=False):
                 self.rows.setdefault(name, []).append(row)
@@ -106,7 +111,7 @@ class LocalEngine:
         for step, count in enumerate(chunks):
             used = pages[: -(-(start + count) // size)]
             chunk = Chunk(1, start, tuple(tokens[start : start + count]), used, spec)
-            found.append(self.runner.logits(Batch(step, (chunk,)))[0].copy())
+            found.append(self.runner.forward(self.runner.stage(Batch(step, (chunk,))))[0].copy())
             start += count
         for page in held:
             self.kv.drop(page)

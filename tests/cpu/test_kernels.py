@@ -13,8 +13,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
-    TABLES, Chunk, Heads, aligned, angles, attend64, error, from_bits, give, norm64, open_table, paged, rotate64,
-    rounded, take, to_bits, weights,
+    TABLES,
+    Chunk,
+    Heads,
+    aligned,
+    angles,
+    attend64,
+    error,
+    from_bits,
+    give,
+    norm64,
+    open_table,
+    paged,
+    rotate64,
+    rounded,
+    take,
+    to_bits,
+    weights,
 )  # fmt: skip
 
 from janus_server.errors import BadConfig, Bug

@@ -1,4 +1,4 @@
-"""The arithmetic under loading: dequantisation against the reference, rounding against torch, rope against transformers."""
+"""The arithmetic under loading: dequantising against the reference, rounding against torch, rope against its source."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def client(server: Server) -> openai.OpenAI:
 def live_kv(metrics: dict[str, float]) -> tuple[float, float]:
     """Sequences running or waiting, over all models."""
     return tuple(
-        sum(v for k, v in metrics.items() if k.startswith(f"vllm:num_requests_{state}")) for state in ("running", "waiting")
+        sum(v for k, v in metrics.items() if k.startswith(f"vllm:num_requests_{state}"))
+        for state in ("running", "waiting")
     )  # type: ignore[return-value]
 
 
@@ -68,7 +69,9 @@ def test_models_chat_and_completion_through_openai_python(server: Server) -> Non
     assert text == whole.choices[0].message.content
     assert pieces[-1].usage is not None
     assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
-    plain = api.completions.create(model="b", prompt=["the quick", "lazy"], n=2, max_tokens=5, seed=3, extra_body={"ignore_eos": True})
+    plain = api.completions.create(
+        model="b", prompt=["the quick", "lazy"], n=2, max_tokens=5, seed=3, extra_body={"ignore_eos": True}
+    )
     assert [c.index for c in plain.choices] == [0, 1, 2, 3]
     assert plain.usage is not None
     assert plain.usage.completion_tokens == 20
@@ -95,13 +98,24 @@ def test_same_seed_same_text_whatever_else_runs(server: Server) -> None:
 
 def test_stop_strings_ids_and_min_tokens(server: Server) -> None:
     api = client(server)
-    free = api.completions.create(model="a", prompt="fox", max_tokens=40, temperature=0, extra_body={"ignore_eos": True})
+    free = api.completions.create(
+        model="a", prompt="fox", max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+    )
     text = free.choices[0].text
     stop = text[8:11]
-    cut = api.completions.create(model="a", prompt="fox", max_tokens=40, temperature=0, stop=stop, extra_body={"ignore_eos": True})
+    cut = api.completions.create(
+        model="a", prompt="fox", max_tokens=40, temperature=0, stop=stop, extra_body={"ignore_eos": True}
+    )
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    logged = api.completions.create(model="a", prompt="fox", max_tokens=10, temperature=0, logprobs=0, extra_body={"ignore_eos": True, "return_tokens_as_token_ids": True})
+    logged = api.completions.create(
+        model="a",
+        prompt="fox",
+        max_tokens=10,
+        temperature=0,
+        logprobs=0,
+        extra_body={"ignore_eos": True, "return_tokens_as_token_ids": True},
+    )
     assert logged.choices[0].logprobs is not None
     assert len(logged.choices[0].logprobs.tokens or []) == 10
 
@@ -152,7 +166,9 @@ def test_a_request_that_can_never_fit_is_refused(model: Path) -> None:
         card = json.loads(_get(server.url + "/v1/models")[1])["data"][0]
         limit = card["max_model_len"]
         assert limit < 512
-        status, body = post(server.url + "/v1/completions", json.dumps({"model": "a", "prompt": [5] * limit, "max_tokens": 1}).encode())
+        status, body = post(
+            server.url + "/v1/completions", json.dumps({"model": "a", "prompt": [5] * limit, "max_tokens": 1}).encode()
+        )
         assert status == 400
         assert json.loads(body)["error"]["code"] == "context_length_exceeded"
 
@@ -236,8 +252,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "status", "param"), BAD, ids=[str(b[0])[:40] for b in BAD])
-def test_bad_input_names_the_field_and_the_server_keeps_serving(server: Server, change: dict, status: int, param: str) -> None:
-    got, body = post(f"{server.url}/v1/completions", json.dumps({"model": "a", "prompt": "x", "max_tokens": 2, **change}).encode())
+def test_bad_input_names_the_field_and_the_server_keeps_serving(
+    server: Server, change: dict, status: int, param: str
+) -> None:
+    got, body = post(
+        f"{server.url}/v1/completions", json.dumps({"model": "a", "prompt": "x", "max_tokens": 2, **change}).encode()
+    )
     error = json.loads(body)["error"]
     assert (got, error["param"]) == (status, param)
     assert set(error) == {"message", "type", "param", "code"}

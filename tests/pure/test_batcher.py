@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from twin_batcher import generate
+from twin_batcher import Node, generate, request_of
 
 from janus_server.errors import Bug, Refused
 from janus_server.sched.batcher import _share

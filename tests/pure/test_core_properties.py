@@ -6,10 +6,18 @@ generates alone, and after every step every page must be accounted for.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import os
+import random
+import subprocess
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from twin_batcher import VOCABULARY, Memory, expected_slots, generate
@@ -24,6 +32,7 @@ from janus_server.types import Batch, Emit, FinishReason, Owner, PageKind, Reque
 Pick = Callable[[int, int], int]
 Choice = tuple[str, int]
 WEIGHTS = Owner("weights", PageKind.WEIGHTS)
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +141,7 @@ class World:
             kv = KvPages(self.pool, f"m{model}", plan.page_tokens)
             self.batchers.append(Batcher(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits))
         self.steps = [0] * plan.models
+        self.trace = 0
         self.queue = list(plan.arrivals)
         self.requests: dict[str, tuple[int, Request]] = {}
         self.output: dict[Choice, list[int]] = {}
@@ -194,12 +204,17 @@ class World:
 
     def _step(self, model: int) -> bool:
         batcher = self.batchers[model]
+        before = {s.number for s in batcher.running}
+        starved = [b.starved.order for b in self.batchers if b is not batcher and b.starved is not None]
         batch = batcher.plan()
+        for seq in batcher.running:
+            assert seq.number in before or not starved or seq.order <= min(starved), "a younger model pushed in"
         self._check_pages()
         if batch is None:
             return False
         self.steps[model] += 1
         assert batch.step == self.steps[model]
+        self.trace = zlib.crc32(msgspec.msgpack.encode(batch), self.trace)
         self._check_batch(batcher, batch)
         results = self.memory.run(batch)
         self._check_memory(batcher, batch)
@@ -313,3 +328,32 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @given(scenarios())
 def test_random_load_equals_the_twin_and_every_page_adds_up(plan: Scenario) -> None:
     World(plan).run()
+
+
+def trace(scenarios_n: int) -> list[int]:
+    """A checksum over every batch of so many random loads: what the core decided, page by page."""
+    traces = []
+    for seed in range(scenarios_n):
+        world = World(scenario(random.Random(seed).randint))
+        world.run()
+        traces.append(world.trace)
+    return traces
+
+
+def test_decisions_are_the_same_under_python_o_and_another_hash_seed() -> None:
+    code = "import test_core_properties as t; print(t.trace(40))"
+    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "12345"}
+    run = subprocess.run([sys.executable, "-O", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == str(trace(40))
+
+
+def test_invariants_are_raised_not_asserted() -> None:
+    """`python -O` drops assert statements, so the server has none."""
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in sorted((REPOSITORY / "janus_server").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found

@@ -84,3 +84,23 @@ def test_a_model_that_left_is_not_asked() -> None:
     node.batchers[0]._scarcity.leave(node.batchers[1])
     assert not node.batchers[0]._scarcity.evict(3)
     assert node.batchers[0]._scarcity.evict(2)
+
+
+def test_a_choice_preempted_before_its_turn_in_the_same_plan_waits() -> None:
+    """A one-token prompt's second choice is one token behind with nothing computed; preempted, it looks the same."""
+    node = Node(8, page_tokens=1, models=2, prefix_caching=False)
+    requests = [request_of("c", 1, 6), request_of("d", 1, 6), request_of("a", 1, 4), request_of("b", 1, 4, n=2)]
+    node.batchers[1].add(requests[0], 0.0)
+    node.batchers[1].add(requests[1], 0.0)
+    node.step(1)
+    node.batchers[0].add(requests[2], 1.0)
+    node.step(0)
+    node.batchers[0].add(requests[3], 2.0)
+    node.step(0)
+    node.step(1)
+    assert node.pool.free_pages == 0 and node.batchers[0].running[-1].index == 1
+    batch = node.step(0)
+    assert batch is not None and len(batch.chunks) == 1
+    assert [s.index for s in node.batchers[0].waiting] == [0, 1]
+    node.run()
+    assert node.right(*requests)

@@ -161,6 +161,11 @@ def test_refusals_in_rope_name_the_key(scaling: dict[str, Any], key: str) -> Non
         hf(rope_scaling=scaling)
 
 
+def test_rope_by_layer_type_is_refused() -> None:
+    with pytest.raises(BadModel, match="rope_parameters"):
+        hf(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e6}})
+
+
 def test_heads_must_divide() -> None:
     with pytest.raises(BadModel, match="8 attention heads cannot share 3"):
         hf(num_key_value_heads=3)

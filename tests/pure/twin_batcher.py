@@ -67,8 +67,9 @@ class Memory:
 
     def copy(self, copy: PageCopy) -> None:
         source = self._slots.get(copy.source, {})
-        assert 0 < copy.tokens < self.page_tokens and all(slot in source for slot in range(copy.tokens)), copy
-        assert copy.source != copy.target
+        filled = all(slot in source for slot in range(copy.tokens))
+        if not (filled and 0 < copy.tokens < self.page_tokens and copy.source != copy.target):
+            raise AssertionError(f"a copy of what is not there: {copy}")
         self._slots[copy.target] = {slot: source[slot] for slot in range(copy.tokens)}
 
     def write(self, chunk: Chunk) -> int:
@@ -140,7 +141,8 @@ class Node:
             ran = [self.step(model) for model in range(len(self.batchers))]
             if all(b.idle for b in self.batchers):
                 return self.emits
-            assert any(ran), "work is left and nothing runs"
+            if not any(ran):
+                raise AssertionError("work is left and nothing runs")
         raise AssertionError("not finished")
 
     def tokens(self, request_id: str, index: int = 0) -> list[int | None]:

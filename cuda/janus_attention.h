@@ -1,9 +1,10 @@
-// Paged causal attention: one task is one sequence, one kv head and a tile of query rows with all query heads of the group.
+// Paged causal attention: one task is one sequence, one kv head and a tile of query rows with all heads of the group.
 //
-// Keys come in blocks of 64 absolute positions. A block's keys are packed like a weight panel (32 keys side by side) and multiplied by the
-// same micro-kernel as a matrix; its values are widened to f32 once. Both are shared by all rows of the tile, yet each row's sums run in
-// the same order as if it were alone: a score over head_dim in order, the softmax over the 64 lanes as a fixed tree, the output over
-// keys in order. A key that a row may not see weighs exactly 0. Hence a row's bits do not depend on tile, chunk or pages.
+// Keys come in blocks of 64 absolute positions. A block's keys are packed like a weight panel (32 keys side by side) and
+// multiplied by the same micro-kernel as a matrix; its values are read where they lie. Both are shared by all rows of the
+// tile, yet each row's sums run in the same order as if it were alone: a score over head_dim in order, the softmax over
+// the 64 lanes as a fixed tree, the output over keys in order. A key that a row may not see weighs exactly 0. Hence a
+// row's bits do not depend on tile, chunk or pages (as long as values are finite: 0 times infinity is not 0).
 #pragma once
 
 #include "janus_matrix.h"
@@ -22,7 +23,7 @@ struct Cache {
 };
 
 constexpr int64_t KEYS = 64;
-constexpr int64_t TILE = 48;  // query rows x heads of the group that share a block of keys
+constexpr int64_t TILE = 96;  // query rows x heads of the group that share a block of keys
 
 struct AttentionJob {
     const float* q;
@@ -37,9 +38,11 @@ struct AttentionTile {
     int64_t sequence, first, rows;
 };
 
-// acc[r][columns] = acc * fade[r] + sum over keys of p[r][key] * v[key][columns], for S strips.
-template <int R, int S>
-static void add_values(const float* p, const float* v, int64_t width, int64_t keys, const float* fade, float* acc) {
+// acc[r][columns] = acc * fade[r] + sum over keys of p[r][key] * value row key: S strips from byte `at` of the value rows.
+// A strip of bf16 values is read as pairs: even columns in the first vector, odd ones in the second, and so kept in acc.
+template <int R, int S, bool BF16>
+static void add_values(const float* p, const char* const* values, int64_t at, int64_t width, int64_t keys,
+                       const float* fade, float* acc) {
     vf sum[S][R][2];
 #pragma GCC unroll 8
     for (int s = 0; s < S; s++)
@@ -48,9 +51,18 @@ static void add_values(const float* p, const float* v, int64_t width, int64_t ke
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) sum[s][r][h] = load(acc + r * width + s * STRIP + h * W) * splat(fade[r]);
     for (int64_t key = 0; key < keys; key++) {
+        const char* row = values[key] + at;
 #pragma GCC unroll 8
         for (int s = 0; s < S; s++) {
-            vf v0 = load(v + key * width + s * STRIP), v1 = load(v + key * width + s * STRIP + W);
+            vf v0, v1;
+            if (BF16) {
+                const vi pairs = load_bits(row + s * STRIP * 2);
+                v0 = (vf)(pairs << 16);
+                v1 = (vf)(pairs & (int32_t)0xffff0000);
+            } else {
+                v0 = load((const float*)row + s * STRIP);
+                v1 = load((const float*)row + s * STRIP + W);
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
                 vf x = splat(p[r * KEYS + key]);
@@ -67,12 +79,13 @@ static void add_values(const float* p, const float* v, int64_t width, int64_t ke
             for (int h = 0; h < 2; h++) store(acc + r * width + s * STRIP + h * W, sum[s][r][h]);
 }
 
-typedef void (*AddValues)(const float*, const float*, int64_t, int64_t, const float*, float*);
+typedef void (*AddValues)(const float*, const char* const*, int64_t, int64_t, int64_t, const float*, float*);
 
+template <bool BF16>
 static AddValues values_kernel(int rows, bool wide) {
 #define JANUS_ROWS(R) \
     case R:           \
-        return wide ? add_values<R, strips_for(R)> : add_values<R, 1>;
+        return wide ? add_values<R, strips_for(R), BF16> : add_values<R, 1, BF16>;
     switch (rows) {
         JANUS_ROWS(1) JANUS_ROWS(2) JANUS_ROWS(3) JANUS_ROWS(4) JANUS_ROWS(5) JANUS_ROWS(6)
 #if defined(__AVX512F__)
@@ -83,7 +96,17 @@ static AddValues values_kernel(int rows, bool wide) {
     return nullptr;
 }
 
-// One row's scores of a block become weights; max and total are carried along. Returns the factor for what was summed before.
+static inline AddValues values_kernel(int rows, bool wide, bool bf16) {
+    return bf16 ? values_kernel<true>(rows, wide) : values_kernel<false>(rows, wide);
+}
+
+// Where column i of a row is kept in acc.
+static inline int64_t place(int64_t i, bool bf16) {
+    return bf16 ? i / STRIP * STRIP + i % 2 * W + i % STRIP / 2 : i;
+}
+
+// One row's scores of a block become weights; max and total are carried along. Returns the factor for what was summed
+// before.
 static inline float soften(float* scores, int64_t visible, float scale, float& top, float& total) {
     constexpr int N = KEYS / W;
     vf s[N];
@@ -119,11 +142,12 @@ struct TileMemory {
     TileMemory(Scratch& scratch, int64_t queries, const Cache& c) : width((c.head_dim + STRIP - 1) / STRIP * STRIP) {
         const int64_t key_floats = KEYS / PANEL * panel_bytes(c.head_dim, c.bf16) / 4;
         const int64_t q_floats = (queries * c.head_dim + 15) / 16 * 16, lines = (queries + 15) / 16 * 16;
-        float* at = (float*)scratch.reserve((key_floats + q_floats + KEYS * width + queries * (KEYS + width) + 3 * lines) * 4);
-        auto take = [&](int64_t floats) { float* here = at; at += floats; return here; };
+        const int64_t floats = key_floats + q_floats + KEYS * width + queries * (KEYS + width) + 3 * lines;
+        float* at = (float*)scratch.reserve(floats * 4);
+        auto take = [&](int64_t count) { float* here = at; at += count; return here; };
         keys = take(key_floats);
         q = take(q_floats);
-        values = take(KEYS * width);
+        padded = (char*)take(KEYS * width);
         scores = take(queries * KEYS);
         acc = take(queries * width);
         top = take(lines);
@@ -131,11 +155,14 @@ struct TileMemory {
         fade = take(lines);
     }
     int64_t width;  // head_dim rounded up to whole strips
-    float *keys, *q, *values, *scores, *acc, *top, *total, *fade;
+    float *keys, *q, *scores, *acc, *top, *total, *fade;
+    char* padded;              // value rows copied out where whole strips would read past a row's end
+    const char* values[KEYS];  // the value rows of the block at hand
 };
 
-// Packs keys first … first+count-1 of one head and widens their values.
-static void gather_block(const AttentionJob& job, int64_t sequence, int64_t head, int64_t first, int64_t count, TileMemory& mem) {
+// Packs keys first … first+count-1 of one head and finds their values.
+static void gather_block(const AttentionJob& job, int64_t sequence, int64_t head, int64_t first, int64_t count,
+                         TileMemory& mem) {
     const Cache& c = job.cache;
     const int32_t* table = job.page_table + sequence * job.table_width;
     const char* keys[KEYS];
@@ -145,15 +172,19 @@ static void gather_block(const AttentionJob& job, int64_t sequence, int64_t head
         const char* key = c.row(table[(first + i) / c.page_tokens], 0, head, slot);
         for (int64_t r = 0; r < rows; r++, i++, key += row_bytes) {
             keys[i] = key;
-            float* to = mem.values + i * mem.width;
-            if (c.bf16) widen((const uint16_t*)(key + value_offset), c.head_dim, to);
-            else memcpy(to, key + value_offset, row_bytes);
+            mem.values[i] = key + value_offset;
         }
     }
     // Lanes past the last key repeat the first one: finite, and masked later.
     for (int64_t i = count; i < KEYS; i++) keys[i] = keys[0];
     for (int64_t p = 0; p * PANEL < count; p++)
         pack_panel(keys + p * PANEL, c.head_dim, c.bf16, (char*)mem.keys + p * panel_bytes(c.head_dim, c.bf16));
+    if (c.head_dim == mem.width) return;
+    for (int64_t i = 0; i < count; i++) {
+        char* to = mem.padded + i * mem.width * 4;
+        memcpy(to, mem.values[i], row_bytes);
+        mem.values[i] = to;
+    }
 }
 
 static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int64_t head, Scratch& scratch) {
@@ -173,7 +204,7 @@ static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int6
     std::fill(mem.acc, mem.acc + queries * mem.width, 0.0f);
     std::fill(mem.total, mem.total + queries, 0.0f);
     std::fill(mem.top, mem.top + queries, -__builtin_inff());
-    std::fill(mem.values, mem.values + KEYS * mem.width, 0.0f);
+    memset(mem.padded, 0, KEYS * mem.width * 4);
     const int64_t end = job.positions[tile.first + tile.rows - 1] + 1;
     for (int64_t first = 0; first < end; first += KEYS) {
         const int64_t count = std::min(KEYS, end - first), strips = mem.width / STRIP;
@@ -182,7 +213,8 @@ static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int6
         for (int64_t b = 0; b < blocks.count; b++) {
             const int64_t g0 = blocks.start(b);
             const int rows = blocks.rows(b);
-            dot_rows(rows, mem.q + g0 * d, keys, 0, keys.n / STRIP, Target{mem.scores + g0 * KEYS, KEYS, nullptr, false, 0, 0});
+            const Target scores{mem.scores + g0 * KEYS, KEYS, nullptr, false, 0, 0};
+            dot_rows(rows, mem.q + g0 * d, keys, 0, keys.n / STRIP, scores);
             for (int64_t g = g0; g < g0 + rows; g++) {
                 const int64_t visible = job.positions[tile.first + g / group] + 1 - first;
                 mem.fade[g] = soften(mem.scores + g * KEYS, visible, job.scale, mem.top[g], mem.total[g]);
@@ -190,14 +222,15 @@ static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int6
             const int wide = strips_for(rows);
             for (int64_t s = 0; s < strips;) {
                 const bool many = s + wide <= strips;
-                values_kernel(rows, many)(mem.scores + g0 * KEYS, mem.values + s * STRIP, mem.width, count, mem.fade + g0,
-                                          mem.acc + g0 * mem.width + s * STRIP);
+                const AddValues add = values_kernel(rows, many, c.bf16);
+                add(mem.scores + g0 * KEYS, mem.values, s * STRIP * (c.bf16 ? 2 : 4), mem.width, count, mem.fade + g0,
+                    mem.acc + g0 * mem.width + s * STRIP);
                 s += many ? wide : 1;
             }
         }
     }
     for (int64_t g = 0; g < queries; g++)
-        for (int64_t i = 0; i < d; i++) job.out[query(g) + i] = mem.acc[g * mem.width + i] / mem.total[g];
+        for (int64_t i = 0; i < d; i++) job.out[query(g) + i] = mem.acc[g * mem.width + place(i, c.bf16)] / mem.total[g];
 }
 
 static void attention(Pool& pool, const AttentionJob& job, const int32_t* query_start, int64_t sequences) {

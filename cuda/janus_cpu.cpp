@@ -1,8 +1,8 @@
 // The native CPU path: the C entry points that kernels/cpu.py calls through ctypes, and the row by row operations.
 //
-// Pointers are trusted to hold what the Python side sized; indices that come from data (token ids, page ids) are checked here, and
-// a call that finds one out of range does nothing and returns -1. Nothing throws across the boundary and nothing keeps state
-// but the pool handle.
+// A step is a list of operations that `janus_run` executes in one call: Python records the list once and then only
+// changes what differs from step to step. Pointers are trusted to hold what the Python side sized; indices that come from
+// data (token ids, positions, page ids) are checked here. Nothing throws across the boundary, no state but the pool's.
 #include <cmath>
 
 #include "janus_attention.h"
@@ -81,11 +81,121 @@ bool pages_good(const int32_t* table, int64_t width, int64_t first, int64_t last
     return all_below(table + first / c.page_tokens, last / c.page_tokens - first / c.page_tokens + 1, c.pages);
 }
 
+// One operation of a step: which, its fixed sizes, and where its operands lie. Mirrors kernels/cpu.py.
+enum Kind : int64_t { EMBED, NORM, LINEAR, LINEAR_ADD, ROPE, ATTEND, SILU, TAKE };
+struct Op {
+    int64_t kind;
+    int64_t size[3];
+    double real;
+    const void* at[7];
+};
+
+// What changes from step to step. Operations work on `rows` rows; after TAKE on the `taken` rows whose logits are wanted.
+struct Step {
+    int64_t rows, sequences, table_width, taken;
+    const int32_t *ids, *positions, *query_start, *page_table, *row_sequence, *take;
+};
+
+bool embed(Pool& pool, const Op& op, const Step& step) {
+    const Matrix& m = *(const Matrix*)op.at[0];
+    float* x = (float*)op.at[1];
+    if (!all_below(step.ids, step.rows, m.n)) return false;
+    for_rows(pool, step.rows, m.k * 4, [&](int64_t r) { read_row(m, step.ids[r], x + r * m.k); });
+    return true;
+}
+
+void norm(Pool& pool, const Op& op, int64_t rows) {
+    const float *x = (const float*)op.at[0], *weight = (const float*)op.at[1];
+    float* out = (float*)op.at[2];
+    const int64_t k = op.size[0];
+    for_rows(pool, rows, k, [&](int64_t r) { norm_row(x + r * k, weight, (float)op.real, k, out + r * k); });
+}
+
+// size: heads, positions in the rotary tables. at: qkv, q_norm, k_norm, cos, sin, cache, q.
+bool rope_and_cache(Pool& pool, const Op& op, const Step& step) {
+    const Cache& c = *(const Cache*)op.at[5];
+    const float *qkv = (const float*)op.at[0], *q_norm = (const float*)op.at[1], *k_norm = (const float*)op.at[2];
+    float* q = (float*)op.at[6];
+    const int64_t heads = op.size[0], d = c.head_dim, half = d / 2, width = (heads + 2 * c.kv_heads) * d;
+    if (!all_below(step.positions, step.rows, op.size[1]) || !all_below(step.row_sequence, step.rows, step.sequences)) return false;
+    for (int64_t r = 0; r < step.rows; r++)
+        if (!pages_good(step.page_table + step.row_sequence[r] * step.table_width, step.table_width, step.positions[r],
+                        step.positions[r], c))
+            return false;
+    for_rows(pool, step.rows, width, [&](int64_t r) {
+        const float* row = qkv + r * width;
+        const int64_t position = step.positions[r], slot = position % c.page_tokens;
+        const int64_t page = step.page_table[step.row_sequence[r] * step.table_width + position / c.page_tokens];
+        const float *co = (const float*)op.at[3] + position * half, *si = (const float*)op.at[4] + position * half;
+        float normed[1024], rotated[1024];  // head_dim is at most 1024: checked where the cache layer is made
+        auto turn = [&](const float* x, const float* weight, float* out) {
+            if (weight) norm_row(x, weight, (float)op.real, d, normed);
+            rotate_row(weight ? normed : x, co, si, half, out);
+        };
+        for (int64_t h = 0; h < heads; h++) turn(row + h * d, q_norm, q + (r * heads + h) * d);
+        for (int64_t h = 0; h < c.kv_heads; h++) {
+            turn(row + (heads + h) * d, k_norm, rotated);
+            write_cache_row(c, rotated, c.row(page, 0, h, slot));
+            write_cache_row(c, row + (heads + c.kv_heads + h) * d, c.row(page, 1, h, slot));
+        }
+    });
+    return true;
+}
+
+// size: heads. at: q, cache, out.
+bool attend(Pool& pool, const Op& op, const Step& step) {
+    const Cache& c = *(const Cache*)op.at[1];
+    if (step.query_start[step.sequences] != step.rows) return false;
+    for (int64_t s = 0; s < step.sequences; s++) {
+        if (step.query_start[s + 1] <= step.query_start[s]) continue;
+        const int64_t last = step.positions[step.query_start[s + 1] - 1];
+        if (last < 0 || !pages_good(step.page_table + s * step.table_width, step.table_width, 0, last, c)) return false;
+    }
+    const AttentionJob job{(const float*)op.at[0], step.positions, step.page_table, step.table_width, op.size[0], c,
+                           (float)op.real, (float*)op.at[2]};
+    attention(pool, job, step.query_start, step.sequences);
+    return true;
+}
+
+void silu_mul(Pool& pool, const Op& op, int64_t rows) {
+    const float* gate_up = (const float*)op.at[0];
+    float* out = (float*)op.at[1];
+    const int64_t f = op.size[0];
+    for_rows(pool, rows, f * 2, [&](int64_t r) {
+        silu_mul_row(gate_up + r * 2 * f, gate_up + r * 2 * f + f, f, out + r * f);
+    });
+}
+
+bool take_rows(const Op& op, const Step& step) {
+    const int64_t k = op.size[0];
+    if (!all_below(step.take, step.taken, step.rows)) return false;
+    for (int64_t i = 0; i < step.taken; i++)
+        memcpy((float*)op.at[1] + i * k, (const float*)op.at[0] + step.take[i] * k, k * 4);
+    return true;
+}
+
+bool run_one(Pool& pool, const Op& op, const Step& step, int64_t& rows) {
+    switch (op.kind) {
+        case EMBED: return embed(pool, op, step);
+        case NORM: return norm(pool, op, rows), true;
+        case LINEAR:
+        case LINEAR_ADD:
+            linear(pool, (const float*)op.at[0], rows, *(const Matrix*)op.at[1], (const float*)op.at[2], (float*)op.at[3],
+                   op.kind == LINEAR_ADD);
+            return true;
+        case ROPE: return rope_and_cache(pool, op, step);
+        case ATTEND: return attend(pool, op, step);
+        case SILU: return silu_mul(pool, op, rows), true;
+        case TAKE: rows = step.taken; return take_rows(op, step);
+    }
+    return false;
+}
+
 }  // namespace
 
 extern "C" {
 
-int64_t janus_abi() { return 1; }
+int64_t janus_abi() { return 2; }
 
 void* janus_pool_new(int64_t threads) { return new Pool((int)std::max<int64_t>(1, threads)); }
 
@@ -101,72 +211,12 @@ void janus_read_rows(const Matrix* m, char* rows) {
     for (int64_t r = 0; r < m->n; r++) read_row_bits(*m, r, rows + r * m->k * (m->bf16 ? 2 : 4));
 }
 
-int64_t janus_embed(void* pool, const int32_t* ids, int64_t rows, const Matrix* m, float* x) {
-    if (!all_below(ids, rows, m->n)) return -1;
-    for_rows(*(Pool*)pool, rows, m->k * 4, [&](int64_t r) { read_row(*m, ids[r], x + r * m->k); });
-    return 0;
-}
-
-void janus_rms_norm(void* pool, const float* x, const float* weight, double eps, int64_t rows, int64_t k, float* out) {
-    for_rows(*(Pool*)pool, rows, k, [&](int64_t r) { norm_row(x + r * k, weight, (float)eps, k, out + r * k); });
-}
-
-void janus_linear(void* pool, const float* act, int64_t rows, const Matrix* m, const float* bias, float* out, int64_t add) {
-    linear(*(Pool*)pool, act, rows, *m, bias, out, add != 0);
-}
-
-int64_t janus_rope_and_cache(void* pool, const float* qkv, const float* q_norm, const float* k_norm, double eps,
-                             const float* cos, const float* sin, int64_t max_positions, int64_t rows, int64_t heads,
-                             const int32_t* positions, const int32_t* row_sequence, const int32_t* page_table,
-                             int64_t table_width, const Cache* cache, float* q) {
-    const Cache& c = *cache;
-    const int64_t d = c.head_dim, half = d / 2, width = (heads + 2 * c.kv_heads) * d;
-    if (!all_below(positions, rows, max_positions)) return -1;
-    for (int64_t r = 0; r < rows; r++)
-        if (!pages_good(page_table + row_sequence[r] * table_width, table_width, positions[r], positions[r], c)) return -1;
-    for_rows(*(Pool*)pool, rows, width, [&](int64_t r) {
-        const float* row = qkv + r * width;
-        const int64_t position = positions[r], slot = position % c.page_tokens;
-        const int64_t page = page_table[row_sequence[r] * table_width + position / c.page_tokens];
-        const float *co = cos + position * half, *si = sin + position * half;
-        float normed[1024], rotated[1024];  // head_dim is at most 1024: checked where the cache layer is made
-        auto turn = [&](const float* x, const float* weight, float* out) {
-            if (weight) norm_row(x, weight, (float)eps, d, normed);
-            rotate_row(weight ? normed : x, co, si, half, out);
-        };
-        for (int64_t h = 0; h < heads; h++) turn(row + h * d, q_norm, q + (r * heads + h) * d);
-        for (int64_t h = 0; h < c.kv_heads; h++) {
-            turn(row + (heads + h) * d, k_norm, rotated);
-            write_cache_row(c, rotated, c.row(page, 0, h, slot));
-            write_cache_row(c, row + (heads + c.kv_heads + h) * d, c.row(page, 1, h, slot));
-        }
-    });
-    return 0;
-}
-
-int64_t janus_attention(void* pool, const float* q, const int32_t* positions, const int32_t* query_start, int64_t sequences,
-                        const int32_t* page_table, int64_t table_width, int64_t heads, const Cache* cache, double scale,
-                        float* out) {
-    for (int64_t s = 0; s < sequences; s++) {
-        if (query_start[s + 1] <= query_start[s]) continue;
-        const int64_t last = positions[query_start[s + 1] - 1];
-        if (last < 0 || !pages_good(page_table + s * table_width, table_width, 0, last, *cache)) return -1;
-    }
-    const AttentionJob job{q, positions, page_table, table_width, heads, *cache, (float)scale, out};
-    attention(*(Pool*)pool, job, query_start, sequences);
-    return 0;
-}
-
-void janus_silu_mul(void* pool, const float* gate_up, int64_t rows, int64_t f, float* out) {
-    for_rows(*(Pool*)pool, rows, f * 2, [&](int64_t r) {
-        silu_mul_row(gate_up + r * 2 * f, gate_up + r * 2 * f + f, f, out + r * f);
-    });
-}
-
-int64_t janus_take_rows(const float* x, int64_t x_rows, const int32_t* rows, int64_t count, int64_t k, float* out) {
-    if (!all_below(rows, count, x_rows)) return -1;
-    for (int64_t i = 0; i < count; i++) memcpy(out + i * k, x + rows[i] * k, k * 4);
-    return 0;
+// Runs operations one after the other; the number of the first that found an index out of range, or -1.
+int64_t janus_run(void* pool, const Op* ops, int64_t count, const Step* step) {
+    int64_t rows = step->rows;
+    for (int64_t i = 0; i < count; i++)
+        if (!run_one(*(Pool*)pool, ops[i], *step, rows)) return i;
+    return -1;
 }
 
 void janus_copy(char* slab, int64_t source, int64_t target, int64_t bytes) { memmove(slab + target, slab + source, bytes); }

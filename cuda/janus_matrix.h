@@ -1,11 +1,12 @@
 // Weight matrices: the packed form and the product of activations with it.
 //
-// Stored form: panels of 32 outputs; inside a panel, for each input k (f32) or pair of inputs (bf16), the 32 outputs' values side
-// by side, 128 bytes. A micro-kernel holds R rows x 2 vectors of outputs in registers and walks all of k in order, so each
-// output is one chain of fused multiply-adds whatever the number of rows: that is the determinism contract. No horizontal sums.
+// Stored form: panels of 32 outputs; inside a panel, for each input k (f32) or pair of inputs (bf16), the 32 outputs'
+// values side by side, 128 bytes. A micro-kernel holds R rows x 2 vectors of outputs in registers and walks all of k in
+// order, so each output is one chain of fused multiply-adds whatever the number of rows: that is the determinism contract.
+// No horizontal sums.
 //
-// bf16 weights are widened and multiplied in f32. On AMD Zen 4 `vdpbf16ps` would reach 217 GFLOP/s a core against 95 for f32; on
-// the Intel machines at hand it is slower than f32 (90 against 175), so a second micro-kernel is for later.
+// bf16 weights are widened and multiplied in f32. On AMD Zen 4 `vdpbf16ps` would reach 217 GFLOP/s a core against 95 for
+// f32; on the Intel machines at hand it is slower than f32 (90 against 175), so a second micro-kernel is for later.
 #pragma once
 
 #include <algorithm>
@@ -109,11 +110,16 @@ static void dot_strips(const float* act, const char* w, int64_t panel, int64_t k
 
 typedef void (*DotStrips)(const float*, const char*, int64_t, int64_t, const Target&);
 
+constexpr int at_most_2(int strips) { return strips < 2 ? strips : 2; }
+
+// The kernel for this many rows and strips: 1, or strips_for(rows), or 2 where that is 4.
 template <bool BF16>
-static DotStrips dot_kernel(int rows, bool wide) {
-#define JANUS_ROWS(R) \
-    case R:           \
-        return wide ? dot_strips<R, strips_for(R), BF16> : dot_strips<R, 1, BF16>;
+static DotStrips dot_kernel(int rows, int strips) {
+#define JANUS_ROWS(R)                                                   \
+    case R:                                                             \
+        return strips == 4   ? dot_strips<R, strips_for(R), BF16>       \
+               : strips == 2 ? dot_strips<R, at_most_2(strips_for(R)), BF16> \
+                             : dot_strips<R, 1, BF16>;
     switch (rows) {
         JANUS_ROWS(1) JANUS_ROWS(2) JANUS_ROWS(3) JANUS_ROWS(4) JANUS_ROWS(5) JANUS_ROWS(6)
 #if defined(__AVX512F__)
@@ -124,43 +130,41 @@ static DotStrips dot_kernel(int rows, bool wide) {
     return nullptr;
 }
 
-static inline DotStrips dot_kernel(int rows, bool wide, bool bf16) {
-    return bf16 ? dot_kernel<true>(rows, wide) : dot_kernel<false>(rows, wide);
+static inline DotStrips dot_kernel(int rows, int strips, bool bf16) {
+    return bf16 ? dot_kernel<true>(rows, strips) : dot_kernel<false>(rows, strips);
 }
 
-// R rows times the strips first … last-1 of a packed matrix with n outputs, columns counted from strip 0 at to.out.
+// R rows times the strips first … last-1 of a packed matrix with n outputs; column 0 of the matrix is at to.out.
 static inline void dot_rows(int rows, const float* act, const Matrix& m, int64_t first, int64_t last, const Target& to) {
     const int64_t panel = panel_bytes(m.k, m.bf16);
     const int wide = strips_for(rows);
-    const DotStrips many = dot_kernel(rows, true, m.bf16), one = dot_kernel(rows, false, m.bf16);
     for (int64_t s = first; s < last;) {
         const int64_t column = s * STRIP, left = m.n - column;
         const char* w = m.data + column / PANEL * panel + column % PANEL * 4;
         Target at{to.out + column, to.stride, to.bias ? to.bias + column : nullptr, to.add, to.ahead, to.ahead_step};
-        if (s + wide <= last && column % PANEL == 0 && left >= wide * STRIP) {
-            many(act, w, panel, m.k, at);
-            s += wide;
-            continue;
-        }
+        int take = wide;
+        while (take > 1 && (s + take > last || column % PANEL || left < take * STRIP)) take /= 2;
+        const DotStrips dot = dot_kernel(rows, take, m.bf16);
         if (left >= STRIP) {
-            one(act, w, panel, m.k, at);
+            dot(act, w, panel, m.k, at);
         } else {  // the ragged end: whole vectors into a corner, then what exists of them out
             float corner[RMAX * STRIP], bias[STRIP] = {};
             if (at.bias) memcpy(bias, at.bias, left * 4);
-            one(act, w, panel, m.k, Target{corner, STRIP, at.bias ? bias : nullptr, false, 0, 0});
+            dot(act, w, panel, m.k, Target{corner, STRIP, at.bias ? bias : nullptr, false, 0, 0});
             for (int r = 0; r < rows; r++)
                 for (int64_t j = 0; j < left; j++) {
                     float* out = at.out + r * at.stride + j;
                     *out = at.add ? *out + corner[r * STRIP + j] : corner[r * STRIP + j];
                 }
         }
-        s++;
+        s += take;
     }
 }
 
 // N rows cut into blocks of nearly equal size, none above RMAX.
 struct RowBlocks {
-    explicit RowBlocks(int64_t rows) : count((rows + RMAX - 1) / RMAX), base(rows / std::max<int64_t>(count, 1)), extra(rows % std::max<int64_t>(count, 1)) {}
+    explicit RowBlocks(int64_t rows)
+        : count((rows + RMAX - 1) / RMAX), base(count ? rows / count : 0), extra(count ? rows % count : 0) {}
     int64_t start(int64_t i) const { return i * base + std::min(i, extra); }
     int rows(int64_t i) const { return (int)(base + (i < extra)); }
     int64_t count, base, extra;

@@ -1,7 +1,7 @@
 // A pool of worker threads for one device thread: the caller is worker 0 and never waits for a worker that did not come.
 //
-// A job is `tasks` calls of one function; whoever is awake claims the next task. Workers spin for a moment between jobs (the gap
-// between two kernels of a step is a few microseconds) and then sleep, so that an idle server burns no CPU.
+// A job is `tasks` calls of one function; whoever is awake claims the next task. Workers spin for a moment between jobs
+// (the gap between two kernels of a step is a few microseconds) and then sleep, so that an idle server burns no CPU.
 // One caller at a time: the pool belongs to the thread that runs steps.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // Included by the other headers only. Everything here is position independent: a value's result never depends on the
 // lane or the loop iteration that computes it, which is what the determinism contract of the kernel table rests on.
-// The library is compiled with -ffp-contract=off, so that a fused multiply-add happens where `fma` is written and nowhere else.
+// The library is compiled with -ffp-contract=off, so that a fused multiply-add happens only where `fma` is written.
 #pragma once
 
 #include <cstdint>
@@ -48,22 +48,41 @@ static inline vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-// Sum of the lanes as a fixed binary tree.
-static inline float sum_lanes(vf v) {
+// Lanes folded by a fixed binary tree: lane i meets lane i + half, then halves again.
+template <class Fold>
+static inline float fold_lanes(vf v, const Fold& fold) {
     float a[W];
     memcpy(a, &v, sizeof v);
     for (int h = W / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) a[i] += a[i + h];
+        for (int i = 0; i < h; i++) a[i] = fold(a[i], a[i + h]);
     return a[0];
 }
 
-static inline float max_lanes(vf v) {
-    float a[W];
-    memcpy(a, &v, sizeof v);
-    for (int h = W / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) a[i] = a[i] > a[i + h] ? a[i] : a[i + h];
-    return a[0];
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+#define JANUS_HALVES(op, v)                                                        \
+    _mm256_##op##_ps(_mm512_castps512_ps256((__m512)v),                            \
+                     _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)))
+#else
+#define JANUS_HALVES(op, v) ((__m256)v)
+#endif
+#define JANUS_FOLD(op)                                                                         \
+    __m256 w = JANUS_HALVES(op, v);                                                            \
+    __m128 x = _mm_##op##_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));          \
+    x = _mm_##op##_ps(x, _mm_movehl_ps(x, x));                                                 \
+    return _mm_cvtss_f32(_mm_##op##_ss(x, _mm_shuffle_ps(x, x, 1)));
+static inline float sum_lanes(vf v) { JANUS_FOLD(add) }
+static inline float max_lanes(vf v) { JANUS_FOLD(max) }
+#undef JANUS_FOLD
+#undef JANUS_HALVES
+#else
+static inline float sum_lanes(vf v) {
+    return fold_lanes(v, [](float a, float b) { return a + b; });
 }
+static inline float max_lanes(vf v) {
+    return fold_lanes(v, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
 
 // e^x within 2 ulp; exactly 0 below -87.33 (so that a masked score of -inf weighs nothing), capped above 88.37.
 static inline vf exp(vf x) {
@@ -99,13 +118,6 @@ static inline uint16_t to_bf16(float f) {
     return (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-static inline void widen(const uint16_t* in, int64_t n, float* out) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t u = (uint32_t)in[i] << 16;
-        memcpy(out + i, &u, 4);
-    }
-}
-
 #if defined(__AVX2__)
 // Words c … c+3 of rows 0, 4, 8, … side by side: the loads do the part of a transpose that crosses 128-bit lanes.
 static inline vf load_quads(const char* const* rows, int64_t c) {
@@ -131,7 +143,8 @@ static inline void transpose_rows(const char* const* rows, int64_t words, char* 
     int64_t c = 0;
 #if defined(__AVX2__)
     for (; c + 4 <= words; c += 4) {
-        auto r0 = load_quads(rows, c), r1 = load_quads(rows + 1, c), r2 = load_quads(rows + 2, c), r3 = load_quads(rows + 3, c);
+        auto r0 = load_quads(rows, c), r1 = load_quads(rows + 1, c);
+        auto r2 = load_quads(rows + 2, c), r3 = load_quads(rows + 3, c);
         auto a = JANUS_LANES(unpacklo_ps)(r0, r1), b = JANUS_LANES(unpackhi_ps)(r0, r1);
         auto d = JANUS_LANES(unpacklo_ps)(r2, r3), e = JANUS_LANES(unpackhi_ps)(r2, r3);
         float* to = (float*)(out + c * PANEL * 4);

@@ -18,8 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Helpers beside the tests assert too; rewriting keeps those asserts under `python -O`.
-_HELPERS = sorted(path.stem for path in Path(__file__).parent.glob("*/[!t_]*.py"))
-pytest.register_assert_rewrite(*_HELPERS, *sorted(path.stem for path in Path(__file__).parent.glob("*/twin_*.py")))
+_HELPERS = sorted(p.stem for p in Path(__file__).parent.glob("*/*.py") if not p.stem.startswith("test_"))
+pytest.register_assert_rewrite(*_HELPERS)
 
 # A shared machine makes single examples slow now and then; correctness is what is tested, never speed.
 settings.register_profile("janus", deadline=None, print_blob=True)

@@ -128,7 +128,9 @@ def _cpu_features() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Build ahead of time and say what happened; 1 when this machine will use the torch twin."""
-    parser = argparse.ArgumentParser(prog="python -m janus_server.kernels.build", description="Build the native kernels.")
+    parser = argparse.ArgumentParser(
+        prog="python -m janus_server.kernels.build", description="Build the native kernels."
+    )
     parser.add_argument("--cache", type=Path, default=cache_dir(os.environ), help="where compiled kernels are kept")
     built = ensure(parser.parse_args(arguments).cache)
     print(f"native CPU kernels: {built.how}")

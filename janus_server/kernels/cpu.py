@@ -1,29 +1,32 @@
-"""The native CPU table: numpy arrays in, pointers out to the C++ library in `cuda/`; the GIL is released in every call.
+"""The native CPU table: numpy arrays in, pointers out to the C++ library in `cuda/`; every call drops the GIL.
 
-Made by `choose`, used by the device thread of one node; calls that compute share one pool of threads and therefore come one at a time.
-`store_rows`, `read_rows` and `copy_pages` do not use the pool: a loader may call them from any thread. Must never import torch.
+`choose` makes it, the device thread of one node uses it; calls that compute share one pool of threads and come one at a
+time. `store_rows`, `read_rows` and `copy_pages` do not use the pool: a loader may call them from any thread. A captured
+step is one call: the GIL is taken once, not once an operation, which with a busy event loop costs up to a switch interval
+each. Must never import torch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from janus_server.errors import require
-from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, StepInputs
+from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, Program, StepInputs
 
-ABI = 1
+ABI = 2
 PANEL_ROWS = 32
 MAX_HEAD_DIM = 1024
 ALIGNMENT_BYTES = 64
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int64
-_F = ctypes.c_double
 
 _SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("janus_abi", _I, ()),
@@ -32,15 +35,33 @@ _SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("janus_matrix_bytes", _I, (_I, _I, _I)),
     ("janus_store_rows", _I, (_P, _P, _I, _I)),
     ("janus_read_rows", None, (_P, _P)),
-    ("janus_embed", _I, (_P, _P, _I, _P, _P)),
-    ("janus_rms_norm", None, (_P, _P, _P, _F, _I, _I, _P)),
-    ("janus_linear", None, (_P, _P, _I, _P, _P, _P, _I)),
-    ("janus_rope_and_cache", _I, (_P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _P, _P, _P, _I, _P, _P)),
-    ("janus_attention", _I, (_P, _P, _P, _P, _I, _P, _I, _I, _P, _F, _P)),
-    ("janus_silu_mul", None, (_P, _P, _I, _I, _P)),
-    ("janus_take_rows", _I, (_P, _I, _P, _I, _I, _P)),
+    ("janus_run", _I, (_P, _P, _I, _P)),
     ("janus_copy", None, (_P, _I, _I, _I)),
 )
+
+
+class _Kind(enum.IntEnum):
+    """Operations by the numbers that the library knows them by."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    LINEAR_ADD = 3
+    ROPE = 4
+    ATTEND = 5
+    SILU = 6
+    TAKE = 7
+
+
+class _OpRecord(ctypes.Structure):
+    _fields_ = (("kind", _I), ("size", _I * 3), ("real", ctypes.c_double), ("at", _P * 7))
+
+
+class _StepRecord(ctypes.Structure):
+    _fields_ = (
+        ("rows", _I), ("sequences", _I), ("table_width", _I), ("taken", _I),
+        ("ids", _P), ("positions", _P), ("query_start", _P), ("page_table", _P), ("row_sequence", _P), ("take", _P),
+    )  # fmt: skip
 
 
 class _MatrixRecord(ctypes.Structure):
@@ -62,6 +83,16 @@ class _Handle:
     address: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Tape:
+    """Operations being recorded, what their pointers point into, and the rows that the recording had."""
+
+    ops: list[_OpRecord]
+    kept: list[object]
+    rows: int = 0
+    taken: int = 0
+
+
 class CpuNative:
     """`Kernels` over the compiled library. Activations are f32; weights and cache f32 or bf16."""
 
@@ -80,16 +111,11 @@ class CpuNative:
         self._matrix_bytes = loaded.janus_matrix_bytes
         self._store_rows = loaded.janus_store_rows
         self._read_rows = loaded.janus_read_rows
-        self._embed = loaded.janus_embed
-        self._rms_norm = loaded.janus_rms_norm
-        self._linear = loaded.janus_linear
-        self._rope_and_cache = loaded.janus_rope_and_cache
-        self._attention = loaded.janus_attention
-        self._silu_mul = loaded.janus_silu_mul
-        self._take_rows = loaded.janus_take_rows
+        self._run = loaded.janus_run
         self._copy = loaded.janus_copy
         self._pool_free = loaded.janus_pool_free
         self._pool: int | None = loaded.janus_pool_new(threads)
+        self._tape: _Tape | None = None
 
     def close(self) -> None:
         """End the pool's threads. No call may follow."""
@@ -115,6 +141,8 @@ class CpuNative:
 
     def to_numpy(self, array: Array) -> np.ndarray:
         return array  # type: ignore[no-any-return]
+
+    # Weights and cache
 
     def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
         return int(self._matrix_bytes(n, k, dtype is DType.BF16))
@@ -151,38 +179,55 @@ class CpuNative:
         head_dim: int, dtype: DType,
     ) -> CacheLayer:  # fmt: skip
         layer_bytes = 2 * kv_heads * page_tokens * head_dim * dtype.bytes
-        require(0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0, f"head_dim {head_dim} is odd or above {MAX_HEAD_DIM}")
+        require(0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0, f"head_dim {head_dim} odd or above {MAX_HEAD_DIM}")
         require(offset_bytes >= 0 and offset_bytes + layer_bytes <= page_stride_bytes, "a layer must fit into its page")
         require(offset_bytes % dtype.bytes == 0 and page_stride_bytes % dtype.bytes == 0, "a layer is not aligned")
         pages = slab.size // page_stride_bytes
-        record = _CacheRecord(
-            _address(slab) + offset_bytes, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype is DType.BF16
-        )
+        at = _address(slab) + offset_bytes
+        record = _CacheRecord(at, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype is DType.BF16)
         handle = _Handle(record, ctypes.addressof(record))
         return CacheLayer(
             slab, offset_bytes, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype, handle
         )  # fmt: skip
 
+    def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
+        pages = slab.size // page_bytes
+        require(0 <= source < pages and 0 <= target < pages, f"copy_pages: {source} or {target} outside the slab")
+        self._copy(_address(slab), source * page_bytes, target * page_bytes, page_bytes)
+
+    # Steps
+
+    def capture(self, body: Callable[[], None]) -> Program:
+        require(self._tape is None, "one capture at a time")
+        tape = self._tape = _Tape([], [])
+        try:
+            body()
+        finally:
+            self._tape = None
+        return Program((_OpRecord * len(tape.ops))(*tape.ops), tape.rows, tape.taken, tuple(tape.kept))
+
+    def replay(self, program: Program, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> None:
+        require(ids.size <= program.rows and rows.size <= program.taken, "a step larger than the recording's arrays")
+        self._call(program.ops, len(program.ops), _step(ids.size, ids, inputs, rows))
+
     def embed(self, ids: np.ndarray, table: Matrix, x: Array) -> None:
         require(x.shape == (ids.size, table.k), "embed: x has another shape")
-        code = self._embed(self._pool, _address(ids), ids.size, table.handle.address, _address(x))
-        require(code == 0, "embed: a token id is outside the vocabulary")
+        self._do(_Kind.EMBED, (table.handle, x), _step(ids.size, ids=ids))
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
         rows, k = x.shape
         require(weight.size == k and out.shape == x.shape, "rms_norm: shapes differ")
-        self._rms_norm(self._pool, _address(x), _address(weight), eps, rows, k, _address(out))
+        self._do(_Kind.NORM, (x, weight, out), _step(rows), (k,), eps)
 
     def linear(self, act: Array, matrix: Matrix, bias: Array | None, out: Array) -> None:
         rows, k = act.shape
         require(k == matrix.k and out.shape == (rows, matrix.n), "linear: shapes differ")
-        at = None if bias is None else _address(bias)
-        self._linear(self._pool, _address(act), rows, matrix.handle.address, at, _address(out), 0)
+        self._do(_Kind.LINEAR, (act, matrix.handle, bias, out), _step(rows))
 
     def linear_add(self, act: Array, matrix: Matrix, x: Array) -> None:
         rows, k = act.shape
         require(k == matrix.k and x.shape == (rows, matrix.n), "linear_add: shapes differ")
-        self._linear(self._pool, _address(act), rows, matrix.handle.address, None, _address(x), 1)
+        self._do(_Kind.LINEAR_ADD, (act, matrix.handle, None, x), _step(rows))
 
     def rope_and_cache(
         self, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array, sin: Array,
@@ -191,50 +236,71 @@ class CpuNative:
         rows, heads, head_dim = q.shape
         require(head_dim == cache.head_dim and cos.shape[1] * 2 == head_dim, "rope: head_dim differs")
         require(qkv.shape == (rows, (heads + 2 * cache.kv_heads) * head_dim), "rope: qkv has another shape")
-        code = self._rope_and_cache(
-            self._pool, _address(qkv), None if q_norm is None else _address(q_norm),
-            None if k_norm is None else _address(k_norm), eps, _address(cos), _address(sin), cos.shape[0], rows, heads,
-            _address(inputs.positions), _address(inputs.row_sequence), _address(inputs.page_table),
-            inputs.page_table.shape[1], cache.handle.address, _address(q),
-        )  # fmt: skip
-        require(code == 0, "rope: a position or a page is out of range")
+        operands = (qkv, q_norm, k_norm, cos, sin, cache.handle, q)
+        self._do(_Kind.ROPE, operands, _step(rows, inputs=inputs), (heads, cos.shape[0]), eps)
 
     def attention(self, q: Array, inputs: StepInputs, cache: CacheLayer, scale: float, out: Array) -> None:
-        heads = q.shape[1]
-        require(heads % cache.kv_heads == 0 and q.shape[2] == cache.head_dim, "attention: heads do not fit the cache")
-        code = self._attention(
-            self._pool, _address(q), _address(inputs.positions), _address(inputs.query_start),
-            inputs.query_start.size - 1, _address(inputs.page_table), inputs.page_table.shape[1], heads,
-            cache.handle.address, scale, _address(out),
-        )  # fmt: skip
-        require(code == 0, "attention: a position or a page is out of range")
+        rows, heads, head_dim = q.shape
+        require(heads % cache.kv_heads == 0 and head_dim == cache.head_dim, "attention: heads do not fit the cache")
+        self._do(_Kind.ATTEND, (q, cache.handle, out), _step(rows, inputs=inputs), (heads,), scale)
 
     def silu_mul(self, gate_up: Array, out: Array) -> None:
         rows, f = out.shape
         require(gate_up.shape == (rows, 2 * f), "silu_mul: shapes differ")
-        self._silu_mul(self._pool, _address(gate_up), rows, f, _address(out))
+        self._do(_Kind.SILU, (gate_up, out), _step(rows), (f,))
 
     def take_rows(self, x: Array, rows: np.ndarray, out: Array) -> None:
         have, k = x.shape
         require(out.shape == (rows.size, k), "take_rows: shapes differ")
-        code = self._take_rows(_address(x), have, _address(rows), rows.size, k, _address(out))
-        require(code == 0, "take_rows: a row is out of range")
+        self._do(_Kind.TAKE, (x, out), _step(have, rows=rows), (k,))
 
-    def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
-        pages = slab.size // page_bytes
-        require(0 <= source < pages and 0 <= target < pages, f"copy_pages: {source} or {target} outside the slab")
-        self._copy(_address(slab), source * page_bytes, target * page_bytes, page_bytes)
+    def _do(
+        self, kind: _Kind, operands: tuple[Any, ...], step: _StepRecord, sizes: tuple[int, ...] = (), real: float = 0.0
+    ) -> None:
+        """Record an operation while a capture runs, else execute it."""
+        at = (o if o is None else o.address if isinstance(o, _Handle) else _address(o) for o in operands)
+        op = _OpRecord(kind, (_I * 3)(*sizes), real, (_P * 7)(*at))
+        if self._tape is None:
+            self._call(ctypes.pointer(op), 1, step)
+            return
+        self._tape.ops.append(op)
+        self._tape.kept.append(operands)
+        self._tape.rows = max(self._tape.rows, step.rows)
+        self._tape.taken = max(self._tape.taken, step.taken)
+
+    def _call(self, ops: Any, count: int, step: _StepRecord) -> None:
+        at = self._run(self._pool, ctypes.cast(ops, _P), count, ctypes.addressof(step))
+        if at >= 0:
+            kind = _Kind(ops[at].kind).name
+            require(False, f"{kind}: a token id, position, page or row is out of range")
+
+
+def _step(
+    count: int, ids: np.ndarray | None = None, inputs: StepInputs | None = None, rows: np.ndarray | None = None
+) -> _StepRecord:
+    """The record of `count` rows; arrays that an operation does not read stay null."""
+    record = _StepRecord(rows=count)
+    if ids is not None:
+        record.ids = _address(ids)
+    if rows is not None:
+        record.taken, record.take = rows.size, _address(rows)
+    if inputs is not None:
+        record.sequences, record.table_width = inputs.page_table.shape
+        record.positions, record.query_start = _address(inputs.positions), _address(inputs.query_start)
+        record.page_table, record.row_sequence = _address(inputs.page_table), _address(inputs.row_sequence)
+    return record
 
 
 def _storage(dtype: DType) -> type[np.float32] | type[np.uint16]:
     return np.float32 if dtype is DType.F32 else np.uint16
 
 
-def _address(
-    array: np.ndarray, at: Any = ctypes.addressof, view: Any = ctypes.c_char.from_buffer
-) -> int:
-    """Where an array's data begins. The buffer protocol is four times faster than numpy's own attribute, refuses what is
-    not contiguous, and cannot look at empty or read-only arrays: those take the slow way."""
+def _address(array: np.ndarray, at: Any = ctypes.addressof, view: Any = ctypes.c_char.from_buffer) -> int:
+    """Where an array's data begins.
+
+    The buffer protocol is four times faster than numpy's own attribute, refuses what is not contiguous, and cannot look
+    at empty or read-only arrays: those take the slow way.
+    """
     try:
         return at(view(array))  # type: ignore[no-any-return]
     except (TypeError, ValueError):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,6 +87,16 @@ class StepInputs:
     query_start: np.ndarray
     page_table: np.ndarray
     row_sequence: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A recorded step: `ops` in the table's own form, and the most rows (and rows taken) that its arrays hold."""
+
+    ops: Any
+    rows: int
+    taken: int
+    kept: tuple[object, ...]
 
 
 class Kernels(Protocol):
@@ -166,6 +177,16 @@ class Kernels(Protocol):
 
     def take_rows(self, x: Array, rows: np.ndarray, out: Array) -> None:
         """out [R, k] f32 = x[rows] (the rows whose logits are wanted); rows [R] int32."""
+
+    # Whole steps
+    def capture(self, body: Callable[[], None]) -> Program | None:
+        """Record the operations that `body` calls (they do not run), to be replayed with other rows in one call.
+
+        None when this table runs operations one by one; `body` has not been called then.
+        """
+
+    def replay(self, program: Program, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> None:
+        """Run a recorded step on `ids` [N] at `inputs`, taking `rows` [R]: the first N and R rows of its arrays."""
 
     def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
         """Copy one whole page inside the slab."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from janus_server.errors import require
-from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, StepInputs
+from janus_server.errors import Bug, require
+from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, Program, StepInputs
 
 # F.linear on 16 rows gives a row the same bits in every slot of the tile; on 8 it does not (seen with 3 outputs, MKL, AVX-512).
 TILE_ROWS = 16
@@ -86,6 +86,13 @@ class TorchRef:
         strides = (page_stride_bytes // size, kv_heads * head, head, head_dim, 1)
         view = flat.as_strided((pages, 2, kv_heads, page_tokens, head_dim), strides, offset_bytes // size)
         return CacheLayer(slab, offset_bytes, page_stride_bytes, pages, kv_heads, page_tokens, head_dim, dtype, view)
+
+    def capture(self, body: Callable[[], None]) -> Program | None:
+        """None: torch runs operations one by one."""
+        return None
+
+    def replay(self, program: Program, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> None:
+        raise Bug("this table records nothing")
 
     def embed(self, ids: np.ndarray, table: Matrix, x: Array) -> None:
         _in_range(ids, table.n, "embed: a token id is outside the vocabulary")

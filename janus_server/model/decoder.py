@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from janus_server.kernels.table import Array, CacheLayer, DType, Kernels, StepInputs
+from janus_server.kernels.table import Array, CacheLayer, DType, Kernels, Program, StepInputs
 from janus_server.model.rope import rotary_tables
 from janus_server.model.spec import ModelSpec
 from janus_server.model.weights import LayerWeights, Weights
@@ -38,21 +38,44 @@ class Decoder:
         self._cos, self._sin = kernels.vector(cos), kernels.vector(sin)
         self._scale = spec.head_dim**-0.5
         self._scratch = _Scratch(spec, kernels, step_tokens)
+        self._step_tokens = step_tokens
         self._logits: Array = None
         self._logit_rows = 0
+        self._program: Program | None = None
+        self._prepare(16)
 
     def forward(self, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
         """Compute ids [N] int32 at `inputs`, fill their cache, and return f32 logits [R, vocab] of the asked rows [R].
 
         The result is scratch: it is overwritten by the next call.
         """
-        n = len(ids)
-        s = self._scratch.first(n)
+        if len(rows) > self._logit_rows:
+            self._prepare(max(len(rows), 2 * self._logit_rows))
+        if self._program is None:
+            self._compute(ids, inputs, rows)
+        else:
+            self._kernels.replay(self._program, ids, inputs, rows)
+        return self._kernels.to_numpy(self._logits[: len(rows)])
+
+    def _prepare(self, logit_rows: int) -> None:
+        """Make room for that many rows of logits and record the step over it.
+
+        Grown by need: 128 rows of a 152k vocabulary are 78 MB, which most servers never use.
+        """
+        self._logit_rows = min(logit_rows, self._step_tokens)
+        self._logits = self._kernels.empty((self._logit_rows, self.spec.vocab), DType.F32)
+        ids, zeros = (np.zeros(self._step_tokens, np.int32) for _ in range(2))
+        inputs = StepInputs(zeros, np.array([0, len(ids)], np.int32), np.zeros((1, 1), np.int32), zeros)
+        rows = np.zeros(self._logit_rows, np.int32)
+        self._program = self._kernels.capture(lambda: self._compute(ids, inputs, rows))
+
+    def _compute(self, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> None:
+        s = self._scratch.first(len(ids))
         self._kernels.embed(ids, self._weights.embed, s.x)
         for layer, cache in zip(self._weights.layers, self._cache, strict=True):
             self._attention(layer, cache, inputs, s)
             self._mlp(layer, s)
-        return self._head(s, rows)
+        self._head(s, rows)
 
     def _attention(self, w: LayerWeights, cache: CacheLayer, inputs: StepInputs, s: _Scratch) -> None:
         k = self._kernels
@@ -71,29 +94,23 @@ class Decoder:
         k.silu_mul(s.gate_up, s.ffn)
         k.linear_add(s.ffn, w.down, s.x)
 
-    def _head(self, s: _Scratch, rows: np.ndarray) -> np.ndarray:
+    def _head(self, s: _Scratch, rows: np.ndarray) -> None:
         k, r = self._kernels, len(rows)
-        if r > self._logit_rows:
-            # Grown by need: 128 rows of a 152k vocabulary are 78 MB, which most servers never use.
-            self._logit_rows = min(max(r, 2 * self._logit_rows), self._scratch.rows)
-            self._logits = k.empty((self._logit_rows, self.spec.vocab), DType.F32)
-        taken, act, logits = s.taken[:r], s.act[:r], self._logits[:r]
+        taken, act = s.taken[:r], s.act[:r]
         k.take_rows(s.x, rows, taken)
         k.rms_norm(taken, self._weights.final_norm, self.spec.rms_eps, act)
-        k.linear(act, self._weights.head, None, logits)
-        return k.to_numpy(logits)
+        k.linear(act, self._weights.head, None, self._logits[:r])
 
 
 class _Scratch:
     """Activations of one step, allocated once for the largest step and cut to its rows."""
 
-    __slots__ = ("_kernels", "_spec", "act", "attended", "attended_flat", "ffn", "gate_up", "q", "qkv", "rows", "taken",
+    __slots__ = ("_kernels", "_spec", "act", "attended", "attended_flat", "ffn", "gate_up", "q", "qkv", "taken",
                  "x")  # fmt: skip
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, rows: int) -> None:
         act = kernels.act_dtype(spec.dtype)
         q_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.rows = rows
         self.x = kernels.empty((rows, spec.hidden), DType.F32)
         self.taken = kernels.empty((rows, spec.hidden), DType.F32)
         self.act = kernels.empty((rows, spec.hidden), act)
@@ -107,7 +124,6 @@ class _Scratch:
     def first(self, n: int) -> _Scratch:
         """The same memory, first n rows."""
         cut = object.__new__(_Scratch)
-        cut.rows = n
         for name in ("x", "taken", "act", "qkv", "q", "attended", "attended_flat", "gate_up", "ffn"):
             setattr(cut, name, getattr(self, name)[:n])
         return cut

@@ -97,7 +97,7 @@ class Batcher:
 
     @property
     def starved(self) -> Sequence | None:
-        """The head of the queue, when it found no room at its last try."""
+        """The head of the queue, when it found no room at its last try or somebody was preempted since."""
         return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
     def refuse_unfit(self, request: Request) -> None:
@@ -181,6 +181,7 @@ class Batcher:
         seq.computed = 0
         self._preemptions += 1
         self._queue(seq)
+        self._starved = self.waiting[0]
 
     def stats(self) -> BatcherStats:
         return BatcherStats(

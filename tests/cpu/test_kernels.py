@@ -85,7 +85,11 @@ def test_store_counts_values_that_are_not_finite(table: Any, dtype: DType) -> No
 
 def test_store_refuses_what_does_not_fit(table: Any) -> None:
     matrix = table.matrix(aligned(table.matrix_bytes(40, 8, DType.F32)), 40, 8, DType.F32)
-    for rows, start in ((np.zeros((41, 8), np.float32), 0), (np.zeros((32, 9), np.float32), 0), (np.zeros((32, 8), np.uint16), 0)):
+    for rows, start in (
+        (np.zeros((41, 8), np.float32), 0),
+        (np.zeros((32, 9), np.float32), 0),
+        (np.zeros((32, 8), np.uint16), 0),
+    ):
         with pytest.raises(Bug):
             table.store_rows(rows, start, matrix)
     with pytest.raises(Bug):
@@ -264,7 +268,9 @@ def test_attention_survives_scores_far_apart(table: Any) -> None:
     keys[130] = 500.0
     fill(table, store, h, [keys], [values])
     out = table.empty((1, 1, 8), DType.F32)
-    table.attention(give(table, np.ones((1, 1, 8), np.float32)), store.inputs([Chunk(0, 199, 200)]), store.cache, 1.0, out)
+    table.attention(
+        give(table, np.ones((1, 1, 8), np.float32)), store.inputs([Chunk(0, 199, 200)]), store.cache, 1.0, out
+    )
     assert np.array_equal(take(table, out)[0, 0], values[130, 0])
 
 

@@ -237,6 +237,8 @@ def test_a_conversation_remembers_and_its_commands_work(upstream: Upstream, tmp_
     terminal.wait_for('did you mean "/save"')
     terminal.type("/clear\n")
     terminal.wait_for("forgotten")
+    # Ctrl-D means the end only once the line editor reads again.
+    terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.close() == 0
     talk = [("user", "Capital?"), ("assistant", "Paris"), ("user", "And now?"), ("assistant", "Paris")]

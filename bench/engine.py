@@ -1,4 +1,5 @@
-"""How fast the engine is: decode at several batch sizes, prefill, launch to first token, memory, and the share of the limits.
+"""How fast the engine is: decode at several batch sizes, prefill, launch to first token, memory, and the share of the
+limits.
 
 It starts a real `janus serve`, talks to it over a socket like any client, and prints one table. Nothing is asserted.
 
@@ -189,7 +190,8 @@ def _print(figures: dict[str, float], options: argparse.Namespace) -> None:
     for streams in (1, 4, 16):
         rate = figures[f"decode_{streams}_tok_s"]
         read = rate / streams * weights
-        share = f"weights {read / 1e9:.1f} GB/s = {read / copy:.0%} of copy; host overhead {figures[f'overhead_{streams}']:.1%}"
+        overhead = figures[f"overhead_{streams}"]
+        share = f"weights {read / 1e9:.1f} GB/s = {read / copy:.0%} of copy; host overhead {overhead:.1%}"
         rows.append((f"decode, batch {streams}", f"{rate:.0f} tok/s", share))
     rows += [
         (

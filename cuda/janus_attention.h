@@ -100,9 +100,17 @@ static inline AddValues values_kernel(int rows, bool wide, bool bf16) {
     return bf16 ? values_kernel<true>(rows, wide) : values_kernel<false>(rows, wide);
 }
 
-// Where column i of a row is kept in acc.
-static inline int64_t place(int64_t i, bool bf16) {
-    return bf16 ? i / STRIP * STRIP + i % 2 * W + i % STRIP / 2 : i;
+// One row of acc over its total, columns back in order when they were kept as even and odd ones.
+static inline void finish_row(const float* acc, float total, int64_t columns, bool bf16, float* out) {
+    for (int64_t i = 0; i < columns; i += STRIP) {
+        float kept[2][W], line[STRIP];
+        for (int h = 0; h < 2; h++) store(kept[h], load(acc + i + h * W) / splat(total));
+        for (int j = 0; j < W; j++) {
+            line[bf16 ? 2 * j : j] = kept[0][j];
+            line[bf16 ? 2 * j + 1 : W + j] = kept[1][j];
+        }
+        memcpy(out + i, line, std::min<int64_t>(STRIP, columns - i) * 4);
+    }
 }
 
 // One row's scores of a block become weights; max and total are carried along. Returns the factor for what was summed
@@ -230,7 +238,7 @@ static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int6
         }
     }
     for (int64_t g = 0; g < queries; g++)
-        for (int64_t i = 0; i < d; i++) job.out[query(g) + i] = mem.acc[g * mem.width + place(i, c.bf16)] / mem.total[g];
+        finish_row(mem.acc + g * mem.width, mem.total[g], d, c.bf16, job.out + query(g));
 }
 
 static void attention(Pool& pool, const AttentionJob& job, const int32_t* query_start, int64_t sequences) {

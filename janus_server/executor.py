@@ -1,8 +1,8 @@
 """The device thread: owns the pool and every batcher, runs step after step, hands each step's news to the loop.
 
 Nothing else touches a batcher or the pool once the thread runs, so neither needs a lock. Orders come in as frozen
-commands and are applied between steps; results leave once a step. The thread decides nothing: `turn` picks whose step is next,
-the batcher what is in it.
+commands and are applied between steps; results leave once a step. The thread decides nothing: `turn` picks whose step
+is next, the batcher what is in it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class DeviceThread:
 
     def _step_of(self, engine: Engine) -> bool:
         start_s = time.perf_counter()
-        batch = engine.batcher.plan()
+        batch = engine.batcher.plan(time.monotonic())
         if batch is None:
             return False
         arrays = engine.runner.stage(batch)

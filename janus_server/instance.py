@@ -145,6 +145,7 @@ class _Choice:
             logprobs=() if emit.logprob is None else (emit.logprob,),
             finish=finish,
             cached_tokens=emit.cached_tokens,
+            queued_s=emit.queued_s,
             message=_ENDED_MESSAGE if finish is FinishReason.ERROR else None,
         )
 

@@ -121,14 +121,6 @@ class ModelMetrics:
         self._device_s.inc(device_s)
         self._step_tokens.observe(tokens)
 
-    def queued(self, seconds: float) -> None:
-        """A request waited this long for its first step."""
-        self.queue.observe(seconds)
-
-    def prefilled(self, seconds: float) -> None:
-        """A request's prompt took this long from its first step to its first token."""
-        self.prefill.observe(seconds)
-
 
 class CallWatch:
     """Turns one call's deltas into observations. `now` is monotonic seconds; `end` is called exactly once."""
@@ -152,6 +144,9 @@ class CallWatch:
             if self._first_s is None:
                 self._first_s = now
                 self._metrics.ttft.observe(now - self._arrived_s)
+            if delta.queued_s is not None:
+                self._metrics.queue.observe(delta.queued_s)
+                self._metrics.prefill.observe(max(0.0, now - self._arrived_s - delta.queued_s))
             if seen is not None:
                 self._metrics.itl.observe(now - seen)
             self._seen_s[index] = self._last_s = now

@@ -1,7 +1,7 @@
 """One node: memory, kernels, models and the device thread, put together. `serve` runs it, the HTTP layer reads it.
 
-Loading happens on a worker thread before the device thread starts, so the pool has one user at a time. The node executes
-and decides nothing.
+Loading happens on a worker thread before the device thread starts, so the pool has one user at a time. The node
+executes and decides nothing.
 """
 
 from __future__ import annotations

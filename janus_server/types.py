@@ -24,7 +24,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn from logits. Defaults are the identity: pure sampling at temperature 1.
 
     temperature 0 means greedy. top_k 0 means all. seed is always set: the front draws one when the client gave none.
-    logit_bias is sorted by id. logprobs None means none; k means the chosen token's and the k likeliest (0 is a request).
+    logit_bias is sorted by id. logprobs None means none; k means the chosen token's and the k likeliest (0 is a
+    request).
     """
 
     temperature: float = 1.0
@@ -65,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """The chosen token's log probability and the likeliest alternatives, the chosen one among them with the same float."""
+    """The chosen token's log probability, and the likeliest ones; the chosen one is among them with the same float."""
 
     token: int
     logprob: float
@@ -80,7 +81,10 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop."""
+    """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop.
+
+    A choice's first emit tells how many prompt tokens came from the cache and how long the request waited to start.
+    """
 
     request_id: str
     index: int
@@ -88,7 +92,7 @@ class Emit(msgspec.Struct, frozen=True):
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
     cached_tokens: int = 0
-    message: str | None = None
+    queued_s: float | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -104,6 +108,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0
+    queued_s: float | None = None
     message: str | None = None
 
 

@@ -1,8 +1,9 @@
 """Builds the native CPU library from `cuda/` on demand and keeps it in a cache directory.
 
-Called by `choose`, and as `python -m janus_server.kernels.build` ahead of time. The cache key is the source, the flags, the
-CPU's features and the compiler, so that an upgrade of any of them builds anew. Two processes may build at once: each compiles to its
-own file and renames it into place. It never raises for a machine without a compiler: the answer carries a reason instead.
+Called by `choose`, and as `python -m janus_server.kernels.build` ahead of time. The cache key is the source, the
+flags, the CPU's features and the compiler, so that an upgrade of any of them builds anew. Two processes may build at
+once: each compiles to its own file and renames it into place. It never raises for a machine without a compiler: the
+answer carries a reason instead.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def _compile(compiler: str, source: Path, target: str, library: Path) -> Built:
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             return Built(None, f"{compiler} failed: {first}")
+        os.chmod(name, 0o755)  # temporary files are private; a cache may be shared
         os.replace(name, library)
     except subprocess.TimeoutExpired:
         return Built(None, f"{compiler} took longer than {COMPILE_LIMIT_S:.0f} s")

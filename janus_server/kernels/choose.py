@@ -1,7 +1,7 @@
 """Picks the kernel table for this machine and says why; called once at start by the node, and by `janus doctor`.
 
-It must not fail where a slower table would serve: a native library that cannot be built or loaded is a reason, not an error,
-unless the configuration asked for exactly that table.
+It must not fail where a slower table would serve: a native library that cannot be built or loaded is a reason, not an
+error, unless the configuration asked for exactly that table.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `choose` makes it, the device thread of one node uses it; calls that compute share one pool of threads and come one at a
 time. `store_rows`, `read_rows` and `copy_pages` do not use the pool: a loader may call them from any thread. A captured
-step is one call: the GIL is taken once, not once an operation, which with a busy event loop costs up to a switch interval
-each. Must never import torch.
+step is one call: the GIL is taken once, not once an operation, which with a busy event loop costs up to a switch
+interval each. Must never import torch.
 """
 
 from __future__ import annotations

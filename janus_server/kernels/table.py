@@ -1,19 +1,19 @@
 """The kernel table: the narrow set of operations a model is written in, one implementation per device.
 
-`torch_ref` is the twin of every kernel and the fallback everywhere; `cpu` is the native path. A model file calls nothing
-but this table, so a device is added by writing these functions and nothing else.
+`torch_ref` is the twin of every kernel and the fallback everywhere; `cpu` is the native path. A model file calls
+nothing but this table, so a device is added by writing these functions and nothing else.
 
-An `Array` is whatever the table computes on (numpy for `cpu`, torch tensors for `torch_ref`): model code only allocates it
-with `empty`, slices its first dimension and reshapes it. The native path therefore serves without importing torch, which
-alone would take 1.1–1.6 s of a launch.
+An `Array` is whatever the table computes on (numpy for `cpu`, torch tensors for `torch_ref`): model code only
+allocates it with `empty`, slices its first dimension and reshapes it. The native path therefore serves without
+importing torch, which alone would take 1.1–1.6 s of a launch.
 
 Determinism contract, held by both tables: the result for one row depends only on that row, its position and the cached
-keys and values before it; never on how many other rows share the call, on how a prompt was cut into chunks, or on which page
-ids hold the cache. Outputs are then bit-equal alone and in any batch. (torch_ref in bf16 is exempt: oneDNN picks its
-blocking by row count, so there ids are equal only up to near-ties.)
+keys and values before it; never on how many other rows share the call, on how a prompt was cut into chunks, or on
+which page ids hold the cache. Outputs are then bit-equal alone and in any batch. (torch_ref in bf16 is exempt: oneDNN
+picks its blocking by row count, so there ids are equal only up to near-ties.)
 
-Dtypes: the residual stream `x` is f32. What feeds a matrix ("act") is `act_dtype(weights)`: f32 on `cpu`, the weights' own dtype on
-torch_ref. The KV cache has the model's dtype.
+Dtypes: the residual stream `x` is f32. What feeds a matrix ("act") is `act_dtype(weights)`: f32 on `cpu`, the weights'
+own dtype on torch_ref. The KV cache has the model's dtype.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class DType(enum.Enum):
 class Matrix:
     """A weight matrix [n, k] (n outputs, k inputs) in the table's own stored form.
 
-    data is a flat uint8 numpy view of xTensor memory that `matrix_bytes(n, k, dtype)` sized and `store_rows` filled; its
-    address is a multiple of 64. `handle` is whatever the table keeps beside it (a pointer, a tensor), made by `matrix`.
+    data is a flat uint8 numpy view of xTensor memory that `matrix_bytes(n, k, dtype)` sized and `store_rows` filled;
+    its address is a multiple of 64. `handle` is whatever the table keeps beside it (a pointer, a tensor), made by
+    `matrix`.
     """
 
     data: np.ndarray
@@ -58,9 +59,9 @@ class Matrix:
 class CacheLayer:
     """One layer's keys and values as a strided view of the slab: page ids index the first dimension.
 
-    Logical shape [pages, 2, kv_heads, page_tokens, head_dim]; [p, 0] are keys, [p, 1] values. The last four dimensions are
-    contiguous (row-major); consecutive pages are `page_stride_bytes` apart. slab is the whole slab as flat uint8; the layer starts
-    at `offset_bytes` inside each page. `handle` is made by `cache_layer`.
+    Logical shape [pages, 2, kv_heads, page_tokens, head_dim]; [p, 0] are keys, [p, 1] values. The last four dimensions
+    are contiguous (row-major); consecutive pages are `page_stride_bytes` apart. slab is the whole slab as flat uint8;
+    the layer starts at `offset_bytes` inside each page. `handle` is made by `cache_layer`.
     """
 
     slab: np.ndarray
@@ -127,7 +128,8 @@ class Kernels(Protocol):
         """The handle over memory that is or will be filled by store_rows."""
 
     def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
-        """Write rows [r, k] (float32, or uint16 bits of bf16: exactly matrix.dtype, C-contiguous) as rows start … start+r-1.
+        """Write rows [r, k] (float32, or uint16 bits of bf16: exactly matrix.dtype, C-contiguous) as rows start …
+        start+r-1.
 
         Returns how many of the values were NaN or infinite, so that the loader can refuse the tensor by name.
         """
@@ -136,8 +138,14 @@ class Kernels(Protocol):
         """The stored matrix as plain rows [n, k]; the inverse of store_rows."""
 
     def cache_layer(
-        self, slab: np.ndarray, offset_bytes: int, page_stride_bytes: int, kv_heads: int, page_tokens: int,
-        head_dim: int, dtype: DType,
+        self,
+        slab: np.ndarray,
+        offset_bytes: int,
+        page_stride_bytes: int,
+        kv_heads: int,
+        page_tokens: int,
+        head_dim: int,
+        dtype: DType,
     ) -> CacheLayer:
         """The handle over one layer's part of every page of the slab."""
 
@@ -155,21 +163,30 @@ class Kernels(Protocol):
         """x [N, n] f32 += act [N, k] @ matrix.T."""
 
     def rope_and_cache(
-        self, qkv: Array, q_norm: Array | None, k_norm: Array | None, eps: float, cos: Array, sin: Array,
-        inputs: StepInputs, cache: CacheLayer, q: Array,
+        self,
+        qkv: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
+        cos: Array,
+        sin: Array,
+        inputs: StepInputs,
+        cache: CacheLayer,
+        q: Array,
     ) -> None:
         """Split, normalise per head (when weights are given), rotate, and write keys and values into their pages.
 
         qkv [N, (heads + 2·kv_heads)·head_dim] f32: q heads, then k heads, then v heads. q_norm, k_norm [head_dim] f32
-        (Qwen3: RMS norm of each head before rotation). cos, sin [max_positions, head_dim/2] f32 indexed by position; rotation of
-        halves (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin). q [N, heads, head_dim] act receives the queries.
+        (Qwen3: RMS norm of each head before rotation). cos, sin [max_positions, head_dim/2] f32 indexed by position;
+        rotation of halves (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin). q [N, heads, head_dim] act receives the
+        queries.
         """
 
     def attention(self, q: Array, inputs: StepInputs, cache: CacheLayer, scale: float, out: Array) -> None:
         """out [N, heads, head_dim] act: causal attention of each row over its sequence's cached positions ≤ its own.
 
-        Grouped: query head h reads kv head h // (heads / kv_heads). Scores and softmax in f32, keys taken in fixed blocks of
-        absolute positions so that chunking cannot change a bit.
+        Grouped: query head h reads kv head h // (heads / kv_heads). Scores and softmax in f32, keys taken in fixed
+        blocks of absolute positions so that chunking cannot change a bit.
         """
 
     def silu_mul(self, gate_up: Array, out: Array) -> None:

@@ -1,8 +1,10 @@
-"""The plain torch twin of every kernel: the oracle that the tests hold the native path against, and the fallback everywhere.
+"""The plain torch twin of every kernel: the oracle that the tests hold the native path against, and the fallback
+everywhere.
 
-Made by `choose`. The only module of the serving path that imports torch. In f32 it keeps the determinism contract by construction: everything
-but the matrix products is built from correctly rounded element-wise operations and fixed trees (torch's own exp, sum and softmax
-pick vector or scalar code by an element's place), and products run in row tiles of one fixed shape. In bf16 it does not.
+Made by `choose`. The only module of the serving path that imports torch. In f32 it keeps the determinism contract by
+construction: everything but the matrix products is built from correctly rounded element-wise operations and fixed
+trees (torch's own exp, sum and softmax pick vector or scalar code by an element's place), and products run in row
+tiles of one fixed shape. In bf16 it does not.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,10 +21,11 @@ import torch
 from janus_server.errors import Bug, require
 from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, Program, StepInputs
 
-# F.linear on 16 rows gives a row the same bits in every slot of the tile; on 8 it does not (seen with 3 outputs, MKL, AVX-512).
+# F.linear on 16 rows gives a row the same bits in every slot of the tile; on 8 it does not (seen with 3 outputs, MKL,
+# AVX-512).
 TILE_ROWS = 16
 KEY_BLOCK = 64
-_TORCH = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
+_TORCH: Final = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
 
 
 class TorchRef:
@@ -56,7 +61,7 @@ class TorchRef:
         return 1
 
     def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
-        require(data.dtype == np.uint8 and data.size >= n * k * dtype.bytes, f"{data.size} bytes are too few for [{n}, {k}]")
+        require(data.dtype == np.uint8 and data.size >= n * k * dtype.bytes, f"{data.size} bytes are too few")
         rows = torch.from_numpy(data)[: n * k * dtype.bytes].view(_TORCH[dtype]).view(n, k)
         return Matrix(data, n, k, dtype, rows)
 
@@ -132,7 +137,7 @@ class TorchRef:
     def attention(self, q: Array, inputs: StepInputs, cache: CacheLayer, scale: float, out: Array) -> None:
         require(q.shape[1] % cache.kv_heads == 0, "attention: heads do not fit the cache")
         starts = inputs.query_start.tolist()
-        for sequence, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        for sequence, (first, last) in enumerate(pairwise(starts)):
             if first < last:
                 blocks = _key_blocks(inputs, sequence, int(inputs.positions[last - 1]) + 1, cache)
                 for row in range(first, last, TILE_ROWS):

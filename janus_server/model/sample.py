@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, and the draw. numpy on the host.
 
-A draw depends on the row's logits and its SampleSpec alone: the random number is a hash of (seed, position), so the same
-seed gives the same text whatever else is in the batch, after preemption, and on another node.
+A draw depends on the row's logits and its SampleSpec alone: the random number is a hash of (seed, position), so the
+same seed gives the same text whatever else is in the batch, after preemption, and on another node.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _sample_row(raw: np.ndarray, spec: SampleSpec) -> Sampled:
 def logprob_of(raw: np.ndarray, token: int, top: int) -> TokenLogprob:
     """The model's own log probability of `token` (before penalties and temperature) and of the `top` likeliest.
 
-    The chosen token is always among the alternatives, with the identical float: clients compare them to tell greediness.
+    The chosen token is always among the alternatives, with the identical float: clients compare them to tell
+    greediness.
     """
     high = raw.max()
     normaliser = float(high) + float(np.log(np.exp(raw - high, dtype=np.float32).sum(dtype=np.float64)))

@@ -41,7 +41,7 @@ class Sequence:
     """One choice of one request. Owned by its batcher; nobody else writes its fields."""
 
     __slots__ = ("cached", "computed", "copy", "first", "index", "number", "order", "pages", "published", "request",
-                 "sampling", "siblings", "tokens")  # fmt: skip
+                 "sampling", "siblings", "started_s", "tokens")  # fmt: skip
 
     def __init__(self, number: int, request: Request, index: int, arrived_s: float) -> None:
         self.number = number
@@ -57,6 +57,7 @@ class Sequence:
         self.published = 0
         self.cached = 0
         self.first = True
+        self.started_s: float | None = None
         self.copy: PageCopy | None = None
         self.siblings: list[Sequence] = []
 
@@ -143,12 +144,12 @@ class Batcher:
         self.running, self.waiting = [], []
         return [Emit(seq.request.id, seq.index, finish=FinishReason.ERROR) for group in groups for seq in group]
 
-    def plan(self) -> Batch | None:
+    def plan(self, now: float) -> Batch | None:
         """The next step, or None when nothing can run."""
         decodes = self._grow_decodes()
         budget = self.limits.step_tokens - len(decodes)
         prompts = [s for s in self.running if s.gap > 1]
-        prompts += self._admit(prompts, budget)
+        prompts += self._admit(prompts, budget, now)
         shares = _share([s.gap for s in prompts], max(0, budget))
         work = [(s, 1) for s in decodes] + [(s, n) for s, n in zip(prompts, shares, strict=True) if n]
         if not work:
@@ -216,7 +217,7 @@ class Batcher:
         seq.pages.extend(pages or ())
         return True
 
-    def _admit(self, prompts: Seq[Sequence], budget: int) -> list[Sequence]:
+    def _admit(self, prompts: Seq[Sequence], budget: int, now: float) -> list[Sequence]:
         """Move waiting sequences into the batch while the budget, the sequence limit and free pages allow."""
         admitted: list[Sequence] = []
         wanted = sum(s.gap for s in prompts)
@@ -233,6 +234,7 @@ class Batcher:
                 self._starved = seq
                 break
             self.waiting.pop(0)
+            seq.started_s = now if seq.started_s is None else seq.started_s
             bisect.insort(self.running, seq, key=_order)
             admitted.append(seq)
             wanted += seq.gap
@@ -303,11 +305,12 @@ class Batcher:
         elif seq.generated >= request.max_tokens or len(seq.tokens) >= self.limits.context_tokens:
             finish = FinishReason.LENGTH
         cached = seq.cached if seq.first else 0
+        queued_s = seq.started_s - seq.order[0] if seq.first and seq.started_s is not None else None
         seq.first = False
         if finish is not None:
             self.running.remove(seq)
             self._release(seq)
-        return Emit(request.id, seq.index, result.token, result.logprob, finish, cached)
+        return Emit(request.id, seq.index, result.token, result.logprob, finish, cached, queued_s)
 
     def _publish(self, seq: Sequence) -> None:
         full = seq.computed // self.kv.page_tokens

@@ -1,4 +1,5 @@
-"""What both kernel tests stand on: tables built for several instruction sets, packed weights, paged caches, plain float64 answers.
+"""What both kernel tests stand on: tables built for several instruction sets, packed weights, paged caches, plain
+float64 answers.
 
 The float64 formulas are written from the mathematics, not from either table.
 """
@@ -6,6 +7,7 @@ The float64 formulas are written from the mathematics, not from either table.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import platform
 from pathlib import Path
@@ -19,7 +21,8 @@ from janus_server.kernels.cpu import CpuNative
 from janus_server.kernels.table import CacheLayer, DType, Matrix, StepInputs
 from janus_server.kernels.torch_ref import TorchRef
 
-# One library an instruction set: AVX-512 (or what this machine has), AVX2 with FMA, and plain SSE2 without a fused multiply-add.
+# One library an instruction set: AVX-512 (or what this machine has), AVX2 with FMA, and plain SSE2 without a fused
+# multiply-add.
 TARGETS = {"cpu": build.NATIVE, "cpu-avx2": "-march=x86-64-v3", "cpu-plain": "-march=x86-64"}
 TABLES = ("torch_ref", *TARGETS)
 
@@ -134,7 +137,7 @@ def paged(table: Any, h: Heads, lengths: list[int], rng: np.random.Generator) ->
     ids = rng.permutation(count).astype(np.int32)
     cuts = np.cumsum([0, *needed])
     cache = table.cache_layer(slab, offset, stride, h.kv_heads, h.page_tokens, h.dim, h.dtype)
-    return Paged(table, cache, [ids[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)])
+    return Paged(table, cache, [ids[a:b] for a, b in itertools.pairwise(cuts)])
 
 
 def angles(positions: int, dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""One model run in the test's own thread: the real pool, batcher, decoder and sampler, without loop, threads or HTTP."""
+"""One model run in the test's own thread: the real pool, batcher, decoder and sampler, no loop, threads or HTTP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class LocalEngine:
         for request in requests:
             self.batcher.add(request, 0.0)
         while not self.batcher.idle:
-            batch = self.batcher.plan()
+            batch = self.batcher.plan(0.0)
             assert batch is not None
             names = self._names(batch)
             logits = self.runner.forward(self.runner.stage(batch)).copy()

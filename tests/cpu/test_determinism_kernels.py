@@ -1,4 +1,5 @@
-"""The determinism contract, bit for bit: a row's result depends on that row and the cache before it, and on nothing else.
+"""The determinism contract, bit for bit: a row's result depends on that row and the cache before it, and on nothing
+else.
 
 Each test computes the same rows in one call and again cut, shuffled, mixed with other rows or stored on other pages.
 torch_ref promises this in f32 only; the native tables in both dtypes.

@@ -1,4 +1,4 @@
-"""The whole server as users run it: a real process, real sockets, openai-python; load, disconnects, signals, bad input."""
+"""The whole server as users run it: a real process, sockets, openai-python; load, disconnects, signals, bad input."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ from janus_server.model.load import open_checkpoint
 from janus_server.model.weights import layout
 
 PAGE = 1 << 14
+LONG = 30_000
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose answers can be longer than any test waits."""
+    return tiny_model(tmp_path_factory.mktemp("slow"), max_position_embeddings=1 << 15)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +182,8 @@ def test_a_request_that_can_never_fit_is_refused(model: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("wait_for", ["queue", "decode"])
-def test_a_client_that_leaves_frees_its_pages(model: Path, stream: bool, wait_for: str) -> None:
-    with Server(f"a={model}", "--memory", "64MiB", "--page-size", str(PAGE), "--max-num-seqs", "1") as server:
+def test_a_client_that_leaves_frees_its_pages(slow_model: Path, stream: bool, wait_for: str) -> None:
+    with Server(f"a={slow_model}", "--memory", "64MiB", "--page-size", str(PAGE), "--max-num-seqs", "1") as server:
         where = urlsplit(server.url)
 
         def start(max_tokens: int) -> http.client.HTTPConnection:
@@ -185,17 +192,17 @@ def test_a_client_that_leaves_frees_its_pages(model: Path, stream: bool, wait_fo
             connection.request("POST", "/v1/completions", json.dumps(body))
             return connection
 
-        first = start(470)
+        first = start(LONG)
         server.until(lambda m: live_kv(m)[0] == 1)
         if wait_for == "queue":
-            second = start(470)
+            second = start(LONG)
             server.until(lambda m: live_kv(m) == (1, 1))
             second.close()
             server.until(lambda m: live_kv(m)[1] == 0, 10)
         first.close()
         before = server.until(idle, 10)
         sampled = before["janus_sampled_tokens_total{engine=0,model_name=a}"]
-        assert sampled < 470
+        assert sampled < LONG
         assert server.stop() == 0
 
 
@@ -214,11 +221,11 @@ def test_ctrl_c_drains_and_ends_with_0(model: Path) -> None:
         assert server.process.wait(30) == 0
 
 
-def test_shutdown_timeout_ends_the_rest_with_an_error_event(model: Path) -> None:
-    with Server(f"a={model}", "--memory", "64MiB", "--page-size", str(PAGE), "--shutdown-timeout", "0s") as server:
+def test_shutdown_timeout_ends_the_rest_with_an_error_event(slow_model: Path) -> None:
+    with Server(f"a={slow_model}", "--memory", "64MiB", "--page-size", str(PAGE), "--shutdown-timeout", "0s") as server:
         where = urlsplit(server.url)
         connection = http.client.HTTPConnection(where.hostname, where.port)
-        body = {"model": "a", "prompt": [5] * 30, "max_tokens": 470, "n": 64, "ignore_eos": True, "stream": True}
+        body = {"model": "a", "prompt": [5] * 30, "max_tokens": LONG, "n": 2, "ignore_eos": True, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body))
         reply = connection.getresponse()
         reply.readline()
@@ -266,7 +273,8 @@ def test_bad_input_names_the_field_and_the_server_keeps_serving(
 
 @pytest.mark.parametrize(
     ("body", "word"),
-    [(b'{"model":"a","prompt":"x","temperature":NaN}', "temperature"), (b'{"model":"a"', "JSON"), (b"", "JSON"), (b"\xff\xfe", "JSON")],
+    [(b'{"model":"a","prompt":"x","temperature":NaN}', "temperature"), (b'{"model":"a"', "JSON"), (b"", "JSON"),
+    (b"\xff\xfe", "JSON")],
 )  # fmt: skip
 def test_broken_json_is_a_400_that_says_where(server: Server, body: bytes, word: str) -> None:
     status, reply = post(f"{server.url}/v1/completions", body)

@@ -148,7 +148,7 @@ class TestChoices:
         node.batcher.add(request, 0.0)
         assert _shape(node.step()) == [(0, 10)]
         assert node.batcher.stats().running == 3
-        batch = node.batcher.plan()
+        batch = node.batcher.plan(0.0)
         assert _shape(batch) == [(10, 1), (9, 1), (9, 1)]
         assert batch is not None
         first, second, third = (c.pages for c in batch.chunks)
@@ -275,7 +275,7 @@ class TestRefusal:
         with pytest.raises(Bug):
             node.batcher.add(request_of("a", ()), 0.0)
         node.batcher.add(request_of("a", 2), 0.0)
-        batch = node.batcher.plan()
+        batch = node.batcher.plan(0.0)
         assert batch is not None
         for results in ([], [Sampled(1), Sampled(1)]):
             with pytest.raises(Bug):
@@ -290,7 +290,7 @@ class TestCancel:
         for _ in range(steps):
             node.step()
         node.batcher.cancel("a")
-        assert node.batcher.idle and node.batcher.plan() is None
+        assert node.batcher.idle and node.batcher.plan(0.0) is None
         node.batcher.prefix.clear()
         assert node.pool.free_pages == 20
         assert all(e.finish is None for e in node.emits)

@@ -206,7 +206,7 @@ class World:
         batcher = self.batchers[model]
         before = {s.number for s in batcher.running}
         starved = [b.starved.order for b in self.batchers if b is not batcher and b.starved is not None]
-        batch = batcher.plan()
+        batch = batcher.plan(0.0)
         for seq in batcher.running:
             assert seq.number in before or not starved or seq.order <= min(starved), "a younger model pushed in"
         self._check_pages()

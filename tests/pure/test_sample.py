@@ -1,4 +1,4 @@
-"""The sampler against plain definitions: what each knob keeps, that a draw depends on its row alone, and its statistics."""
+"""The sampler against plain definitions: what each knob keeps, its statistics, and that rows do not mix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw(logits: np.ndarray, position: int = 0, **fields: object) -> int:
 
 
 def distribution(logits: np.ndarray, s: Sampling) -> np.ndarray:
-    """Probabilities by the definitions, in float64, one knob after the other: min-p, top-k, then top-p of what is left."""
+    """Probabilities by definition, in float64, one knob after the other: min-p, top-k, then top-p of what is left."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / s.temperature)
     p /= p.sum()
     p[p < s.min_p * p.max() * (1 - 1e-6)] = 0

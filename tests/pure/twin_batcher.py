@@ -130,7 +130,7 @@ class Node:
 
     def step(self, model: int = 0) -> Batch | None:
         batcher = self.batchers[model]
-        batch = batcher.plan()
+        batch = batcher.plan(0.0)
         if batch is not None:
             self.emits += batcher.commit(batch, self.memory.run(batch))
         self.pool.check()

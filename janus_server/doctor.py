@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 # Distributions a server imports; the rest of the list explains an installation but may be absent.
-_NEEDED: Final = ("numpy", "msgspec", "aiohttp", "uvloop", "tokenizers", "jinja2", "prometheus-client", "psutil")
+_NEEDED: Final = ("numpy", "msgspec", "aiohttp", "uvloop", "tokenizers", "jinja2", "prometheus-client")
 _OPTIONAL: Final = ("torch", "gpytorch", "ortools", "triton", "flashinfer-python", "cuda-bindings", "huggingface-hub")
 # Two mappings for each isolated page is the most that scattered pages can cost.
 _MAPPINGS_PER_PAGE: Final = 2

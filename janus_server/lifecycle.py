@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig
 from janus_server.executor import DeviceThread, Engine
@@ -110,7 +112,7 @@ class Loading:
         )
         eos_ids = tuple(dict.fromkeys([*spec.eos_ids, *self._tokenizer.eos_ids]))
         return ServedModel(
-            card, _defaults(spec.sampling), self._tokenizer, eos_ids, spec.vocab, engine.batcher.refuse_unfit, device,
+            card, _defaults(spec.sampling, self.entry.sampling), self._tokenizer, eos_ids, spec.vocab, engine.batcher.refuse_unfit, device,
             streams,
         )  # fmt: skip
 
@@ -134,11 +136,10 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return tokenizer
 
 
-def _defaults(suggested: SamplingDefaults) -> Sampling:
-    """The checkpoint's own sampling suggestions over OpenAI's defaults."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: getattr(suggested, name) for name in names if getattr(suggested, name) is not None}
-    return Sampling(**given)
+def _defaults(suggested: SamplingDefaults, otherwise: Sampling) -> Sampling:
+    """How to sample where a client says nothing: as the checkpoint suggests, else as the entry does."""
+    given = {name: value for name, value in msgspec.structs.asdict(suggested).items() if value is not None}
+    return msgspec.structs.replace(otherwise, **given)
 
 
 def _context_tokens(name: str, supported: int, config: ServeConfig, kv: KvLayout, kv_pages: int) -> int:

@@ -15,13 +15,18 @@ import msgspec
 from janus_server.errors import BadConfig
 from janus_server.packaged import PACKAGED, locate, packaged
 from janus_server.suggest import nearest
+from janus_server.types import Sampling
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """One served model: the name clients send, and the checkpoint (a folder or a .gguf file) it is read from."""
+    """One served model: the name clients send, and the checkpoint (a folder or a .gguf file) it is read from.
+
+    sampling stands where neither the client nor the checkpoint says how to sample.
+    """
 
     name: str
     path: Path
+    sampling: Sampling = Sampling()
 
 
 NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:@/+-]{0,126}[A-Za-z0-9])?")
@@ -35,20 +40,20 @@ def resolve(text: str) -> ModelEntry:
     left, equals, right = text.partition("=")
     if equals and not Path(text).exists():
         return named(left, right)
-    path, name = _find(text)
-    return ModelEntry(name=_checked_name(name, hint=f"write NAME={text}"), path=path)
+    entry = _find(text)
+    return _renamed(entry, entry.name, hint=f"write NAME={text}")
 
 
 def named(name: str, reference: str) -> ModelEntry:
     """The entry for a reference whose name the user chose."""
     if not reference:
         raise BadConfig(f"model {name!r} has no path; write {name}=PATH")
-    return ModelEntry(name=_checked_name(name, hint="choose another"), path=_find(reference)[0])
+    return _renamed(_find(reference), name, hint="choose another")
 
 
 def rename(entry: ModelEntry, name: str) -> ModelEntry:
     """The same checkpoint under the name that --served-model-name gave."""
-    return ModelEntry(name=_checked_name(name, hint="choose another --served-model-name"), path=entry.path)
+    return _renamed(entry, name, hint="choose another --served-model-name")
 
 
 def unique(entries: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
@@ -64,18 +69,18 @@ def unique(entries: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
     return entries
 
 
-def _find(reference: str) -> tuple[Path, str]:
-    """The checkpoint and the name it has when the user gives none."""
+def _find(reference: str) -> ModelEntry:
+    """The checkpoint, under the name it has when the user gives none."""
     known = packaged(reference)
     if known is not None:
-        return locate(known), known.alias
+        return ModelEntry(known.alias, locate(known), known.sampling)
     path = Path(reference).expanduser()
     if path.exists():
         path = path.resolve()
         _check_checkpoint(path)
-        return path, path.stem if path.is_file() else path.name
+        return ModelEntry(path.stem if path.is_file() else path.name, path)
     if _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
-        return _from_hub(reference), reference
+        return ModelEntry(reference, _from_hub(reference))
     hint = nearest(reference, [model.alias for model in PACKAGED])
     raise BadConfig(
         f"model {reference!r} is neither a folder, a .gguf file nor a known alias{hint}; "
@@ -121,7 +126,7 @@ def _from_hub(repository: str) -> Path:
         ) from None
 
 
-def _checked_name(name: str, hint: str) -> str:
+def _renamed(entry: ModelEntry, name: str, hint: str) -> ModelEntry:
     if not NAME.fullmatch(name):
         raise BadConfig(f"{name!r} cannot name a model (letters, digits and . _ : @ / + - inside, at most 128); {hint}")
-    return name
+    return msgspec.structs.replace(entry, name=name)

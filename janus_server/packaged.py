@@ -15,10 +15,15 @@ from typing import Final
 import msgspec
 
 from janus_server.errors import BadConfig
+from janus_server.types import Sampling
 
 
 class PackagedModel(msgspec.Struct, frozen=True):
-    """One model file inside one package. no_deps: the package's own requirements (another engine) are not wanted."""
+    """One model file inside one package.
+
+    no_deps: the package's own requirements (another engine) are not wanted. sampling is what its makers recommend where
+    the file itself says nothing.
+    """
 
     alias: str
     package: str
@@ -27,6 +32,7 @@ class PackagedModel(msgspec.Struct, frozen=True):
     pattern: str
     no_deps: bool
     about: str
+    sampling: Sampling
 
 
 DEFAULT_ALIAS: Final = "smollm2-135m"
@@ -39,6 +45,8 @@ PACKAGED: Final = (
         pattern="*.gguf",
         no_deps=True,
         about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
+        # The model card's own values. At temperature 1 this small model often drifts into another language.
+        sampling=Sampling(temperature=0.2, top_p=0.9),
     ),
 )
 

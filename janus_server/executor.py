@@ -24,7 +24,7 @@ from janus_server.model.runner import Runner
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.turn import Turn
-from janus_server.types import BatcherStats, Emit, Owner, Request
+from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Request
 
 log = logging.getLogger("janus.executor")
 
@@ -228,7 +228,5 @@ class DeviceThread:
 
 def _gone(model: str, request: Request, pool: PagePool) -> StepReport:
     """The answer to a request whose instance was torn down while it was on its way."""
-    from janus_server.types import FinishReason
-
     emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]
     return StepReport(model, emits, BatcherStats(0, 0, 0, 0, 0, 0, 0), pool.held(), pool.free_pages, failed=True)

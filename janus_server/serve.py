@@ -7,6 +7,7 @@ a clear word instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -18,7 +19,7 @@ import uvloop
 from janus_server.config import ServeConfig
 from janus_server.errors import BadConfig, BadModel
 from janus_server.node import Node
-from janus_server.progress import LoadProgress
+from janus_server.progress import LoadProgress, LoadStopped
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.serve")
@@ -43,12 +44,18 @@ async def _serve(config: ServeConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop)
     node = Node(config)
-    progress = LoadProgress(sys.stderr)
+    progress = LoadProgress(sys.stderr, stop.is_set)
     loading = asyncio.create_task(asyncio.to_thread(node.load, loop, progress.update))
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.listen import Listener
 
-    server = await Listener.open(node, config)
+    try:
+        server = await Listener.open(node, config)
+    except BadConfig:
+        stop.set()
+        with contextlib.suppress(LoadStopped, BadConfig, BadModel):
+            await loading
+        raise
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     progress.close()
@@ -60,7 +67,10 @@ async def _serve(config: ServeConfig) -> int:
             gc.collect()
             gc.freeze()
             await stopping
-        await _drain(config, node)
+            await _drain(config, node)
+        else:
+            with contextlib.suppress(LoadStopped):
+                await loading
     finally:
         stopping.cancel()
         await server.close()

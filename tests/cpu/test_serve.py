@@ -221,6 +221,27 @@ def test_ctrl_c_drains_and_ends_with_0(model: Path) -> None:
         assert server.process.wait(30) == 0
 
 
+def test_a_second_signal_ends_at_once(slow_model: Path) -> None:
+    with Server(f"a={slow_model}", "--memory", "64MiB", "--page-size", str(PAGE)) as server:
+        where = urlsplit(server.url)
+        connection = http.client.HTTPConnection(where.hostname, where.port)
+        body = {"model": "a", "prompt": [5] * 30, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.getresponse().readline()
+        server.process.send_signal(signal.SIGINT)
+        server.read_until("finishing 1 requests")
+        assert server.stop() == 130
+
+
+def test_a_port_in_use_is_one_line_and_exit_2(server: Server, model: Path) -> None:
+    port = str(urlsplit(server.url).port)
+    command = [sys.executable, "-m", "janus_server", "serve", f"a={model}", "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPO, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("janus: 127.0.0.1 port ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_shutdown_timeout_ends_the_rest_with_an_error_event(slow_model: Path) -> None:
     with Server(f"a={slow_model}", "--memory", "64MiB", "--page-size", str(PAGE), "--shutdown-timeout", "0s") as server:
         where = urlsplit(server.url)

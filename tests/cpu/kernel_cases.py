@@ -170,6 +170,6 @@ def attend64(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, sc
     return out
 
 
-def error(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest deviation as a share of the largest value (or of 1e-6, below which f32 results are noise here)."""
-    return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-6))
+def error(got: np.ndarray, want: np.ndarray, size: float = 0.0) -> float:
+    """Largest deviation as a share of `size` or of the largest value (at least 1e-6: below that f32 is noise here)."""
+    return float(np.abs(got - want).max() / max(np.abs(want).max(), size, 1e-6))

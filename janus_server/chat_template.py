@@ -1,8 +1,8 @@
 """A checkpoint's chat template: messages in, one prompt text out, at a bounded cost.
 
-`tokens` compiles one `ChatTemplate` per tokenizer and renders it for each chat request, off the event loop when long.
-The template is the checkpoint's; it is never taken from a request. Whatever goes wrong in it is the request's refusal
-(400) with a fixed text, never a traceback. jinja2 is imported on the first render, not at launch.
+`tokens` keeps one `ChatTemplate` per template of its checkpoint and renders it for each chat request, off the event
+loop. The template is the checkpoint's; it is never taken from a request, and it runs in a process of `chat_render`.
+Whatever goes wrong in it is the request's refusal (400) with a fixed text, never a traceback.
 """
 
 from __future__ import annotations
@@ -10,20 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from janus_server.chat_render import Renderers
 from janus_server.errors import Refused
 
-if TYPE_CHECKING:
-    from jinja2 import Template, nodes
-
 MAX_TEMPLATE_CHARS = 256 * 1024
-MAX_PROMPT_CHARS = 16 * 1024 * 1024
-# A render may touch a fixed amount plus a multiple of its input: templates search and split each message a few dozen
-# times.
-_BASE_STEPS, _BASE_CHARS = 100_000, 16_000_000
-_STEPS_PER_CHAR, _CHARS_PER_CHAR = 8, 64
-_MAX_RAISED_CHARS = 200
 _OWN_NAMES = frozenset(
     ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "range", "dict", "namespace")
 )
@@ -40,8 +32,8 @@ class TemplateFacts:
     keeps_null_content: it tests content for none. wants_argument_objects: it serialises tool call arguments itself.
     """
 
-    variables: frozenset[str]
-    inspected: tuple[str, ...]
+    variables: Sequence[str]
+    inspected: Sequence[str]
     keeps_null_content: bool
     wants_argument_objects: bool
 
@@ -59,14 +51,20 @@ class ChatInput:
 class ChatTemplate:
     """One template and the special tokens' texts that it may name (bos_token, eos_token …)."""
 
-    def __init__(self, source: str, token_texts: Mapping[str, str]) -> None:
+    def __init__(self, source: str, token_texts: Mapping[str, str], renderers: Renderers) -> None:
         self._source = source
         self._token_texts = dict(token_texts)
-        self._compiled: tuple[Template, TemplateFacts] | None = None
+        self._renderers = renderers
+        self._facts: TemplateFacts | None = None
 
     @property
     def facts(self) -> TemplateFacts:
-        return self._compile()[1]
+        if self._facts is None:  # two threads may both ask the first time; either answer serves
+            found = self._renderers.ask(self._source, None) if len(self._source) <= MAX_TEMPLATE_CHARS else None
+            if found is None or "error" in found:
+                raise Refused(_UNUSABLE, param="messages")
+            self._facts = TemplateFacts(**found)
+        return self._facts
 
     def prepare(
         self,
@@ -88,39 +86,24 @@ class ChatTemplate:
 
     def render(self, chat: ChatInput) -> str:
         """The prompt text. Refused when the template refuses the messages, fails on them, or costs too much."""
-        from jinja2 import TemplateError
-
-        from janus_server.chat_budget import Budget, Exhausted
-        from janus_server.chat_sandbox import BUDGET_KEY, RaisedByTemplate
-
-        size = len(self._source) + sum(len(text) for text in texts_in((chat.messages, chat.tools, chat.kwargs)))
-        budget = Budget(_BASE_STEPS + _STEPS_PER_CHAR * size, _BASE_CHARS + _CHARS_PER_CHAR * size)
-        values: dict[str, Any] = {
+        values = {
             **self._token_texts,
+            "documents": None,
             **chat.kwargs,
-            "messages": [dict(message) for message in chat.messages],
-            "tools": None if chat.tools is None else list(chat.tools),
-            "documents": chat.kwargs.get("documents"),
+            "messages": chat.messages,
+            "tools": chat.tools,
             "add_generation_prompt": chat.add_generation_prompt,
-            BUDGET_KEY: budget,
         }
-        try:
-            text = "".join(self._compile()[0].generate(values))
-        except (Exhausted, OverflowError, MemoryError, RecursionError):
-            raise Refused(_TOO_COSTLY, param="messages") from None
-        except RaisedByTemplate as error:
-            said = (error.message or "")[:_MAX_RAISED_CHARS]
-            raise Refused(f"The model's chat template refuses these messages: {said}", param="messages") from None
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-            raise Refused(_FAILED, param="messages") from None
-        if len(text) > MAX_PROMPT_CHARS:
-            raise Refused(_TOO_COSTLY, param="messages")
-        return text
-
-    def _compile(self) -> tuple[Template, TemplateFacts]:
-        if self._compiled is None:  # two threads may both compile the first time; either result serves
-            self._compiled = _compile(self._source)
-        return self._compiled
+        answer = self._renderers.ask(self._source, values) or {"error": "too costly"}
+        match answer.get("error"):
+            case None:
+                return str(answer["text"])
+            case "too costly":
+                raise Refused(_TOO_COSTLY, param="messages")
+            case "raised":
+                raise Refused(f"The model's chat template refuses these messages: {answer['said']}", param="messages")
+            case _:
+                raise Refused(_FAILED, param="messages")
 
 
 def texts_in(value: object) -> Iterator[str]:
@@ -183,55 +166,3 @@ def _parsed_call(call: object, where: str) -> object:
         where = f"{where}.function.arguments"
         raise Refused(f"{where} must be a JSON text.", param=where) from None
     return {**call, "function": {**function, "arguments": parsed}}
-
-
-def _compile(source: str) -> tuple[Template, TemplateFacts]:
-    from jinja2 import TemplateError
-
-    from janus_server.chat_sandbox import MeteredEnvironment
-
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise Refused(_UNUSABLE, param="messages")
-    environment = MeteredEnvironment()
-    try:
-        return environment.build(source), _facts(environment.parse(source))
-    except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError):
-        raise Refused(_UNUSABLE, param="messages") from None
-
-
-def _facts(tree: nodes.Template) -> TemplateFacts:
-    from jinja2 import meta, nodes
-
-    inspected: set[str] = set()
-    for holder in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
-        parts: list[nodes.Node] = [holder] if isinstance(holder, nodes.Compare) else list(holder.args or ())
-        for part in parts:
-            constants = [part] if isinstance(part, nodes.Const) else list(part.find_all(nodes.Const))
-            inspected.update(c.value for c in constants if isinstance(c.value, str))
-    tests = list(tree.find_all(nodes.Test))
-    serialised = [f.node for f in tree.find_all(nodes.Filter) if f.name in ("tojson", "items", "dictsort")]
-    serialised += [c.node.node for c in tree.find_all(nodes.Call) if _called(c.node) == "items"]
-    copes_with_text = any(t.name in ("string", "mapping") and _last_name(t.node) == "arguments" for t in tests)
-    return TemplateFacts(
-        variables=frozenset(meta.find_undeclared_variables(tree)),
-        inspected=tuple(sorted(inspected)),
-        keeps_null_content=any(t.name == "none" and _last_name(t.node) == "content" for t in tests),
-        wants_argument_objects=not copes_with_text and any(_last_name(n) == "arguments" for n in serialised),
-    )
-
-
-def _called(node: nodes.Node) -> str:
-    from jinja2 import nodes
-
-    return node.attr if isinstance(node, nodes.Getattr) else ""
-
-
-def _last_name(node: nodes.Node | None) -> str:
-    """`arguments` for `call.function.arguments`, `call["arguments"]` and a plain `arguments`."""
-    from jinja2 import nodes
-
-    if isinstance(node, nodes.Getattr):
-        return node.attr
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-        return str(node.arg.value)
-    return node.name if isinstance(node, nodes.Name) else ""

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from janus_server.chat_render import Renderers
 from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig
 from janus_server.executor import DeviceThread, Engine
@@ -42,8 +43,9 @@ class Loading:
     """One model on its way from checkpoint to served: reserve, map, fill, commit; rolled back wholly on failure."""
 
     def __init__(
-        self, entry: ModelEntry, config: ServeConfig, kernels: Kernels, xtensor: XTensor, progress: Progress
-    ) -> None:
+        self, entry: ModelEntry, config: ServeConfig, kernels: Kernels, xtensor: XTensor, renderers: Renderers,
+        progress: Progress,
+    ) -> None:  # fmt: skip
         self.entry = entry
         self._config = config
         self._kernels = kernels
@@ -55,7 +57,7 @@ class Loading:
         if transaction is None:
             raise BadConfig(_too_small(entry.name, plan.total_bytes, xtensor))
         with ThreadPoolExecutor(1, "janus-tokenizer") as aside:
-            tokenizer = aside.submit(_tokenizer, checkpoint)
+            tokenizer = aside.submit(_tokenizer, checkpoint, renderers)
             try:
                 self._weights = load_weights(
                     checkpoint, plan, kernels, transaction.array, lambda done, total: progress(entry.name, done, total),
@@ -134,10 +136,13 @@ def _dtype(config: ServeConfig) -> DType | None:
             return None
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(checkpoint: Checkpoint, renderers: Renderers) -> Tokenizer:
     """The tokenizer with its chat template compiled: the first chat would wait 80 ms for that."""
     folder = checkpoint.tokenizer_folder
-    tokenizer = Tokenizer.from_gguf(checkpoint.metadata) if folder is None else Tokenizer.from_folder(folder)
+    if folder is None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, renderers)
+    else:
+        tokenizer = Tokenizer.from_folder(folder, renderers)
     tokenizer.compile_templates()
     return tokenizer
 

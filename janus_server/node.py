@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from janus_server.chat_render import Renderers
 from janus_server.config import ServeConfig
 from janus_server.executor import Attach, DeviceThread, EndAll, StepReport, Stop
 from janus_server.instance import ServedModel, Streams
@@ -36,6 +37,7 @@ class Node:
         self._xtensor: XTensor | None = None
         self._device: DeviceThread | None = None
         self._toucher: TouchAhead | None = None
+        self._renderers = Renderers()
         self._stats: dict[str, BatcherStats] = {}
         self._pages: dict[Owner, int] = {}
         self.free_pages = self.pool_pages
@@ -70,7 +72,7 @@ class Node:
         device = self._device = DeviceThread(
             xtensor.pool, scarcity, lambda report: loop.call_soon_threadsafe(self._deliver, report), toucher.below
         )
-        loaded = [Loading(entry, config, kernels, xtensor, progress) for entry in config.models]
+        loaded = [Loading(entry, config, kernels, xtensor, self._renderers, progress) for entry in config.models]
         served = {}
         for one in loaded:
             engine = one.engine(scarcity)
@@ -100,6 +102,7 @@ class Node:
         if self._device is not None and self._device.alive:
             self._device.post(Stop())
             self._device.join(timeout_s=60.0)
+        self._renderers.close()
 
     def _deliver(self, report: StepReport) -> None:
         self._stats[report.model] = report.stats

@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from janus_server.chat_render import Renderers
 from janus_server.chat_template import ChatInput, ChatTemplate, texts_in
 from janus_server.errors import BadModel, Refused
 from janus_server.token_source import TokenizerParts, parts_from_folder, parts_from_gguf
@@ -41,7 +42,8 @@ class _Marker:
 class Tokenizer:
     """A model's vocabulary, special tokens and chat template."""
 
-    def __init__(self, parts: TokenizerParts) -> None:
+    def __init__(self, parts: TokenizerParts, renderers: Renderers | None = None) -> None:
+        """renderers: those of the node, shared by its models; without them this tokenizer has its own."""
         self._parts = parts
         self._backend = parts.backend
         added = parts.backend.get_added_tokens_decoder()
@@ -52,7 +54,10 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._to_bytes, self.strips_first_space = _byte_rule(parts.backend)
         self._bytes: dict[int, bytes] = {}
-        self._templates = {name: ChatTemplate(text, parts.token_texts) for name, text in parts.templates.items()}
+        shared = renderers or Renderers()
+        self._templates = {
+            name: ChatTemplate(text, parts.token_texts, shared) for name, text in parts.templates.items()
+        }
         self._markers = {
             token.content: _Marker(i, token.special, token.lstrip, token.rstrip)
             for i, token in sorted(added.items())
@@ -64,14 +69,14 @@ class Tokenizer:
         self._prepends_first = _state(parts.backend.pre_tokenizer).get("prepend_scheme") == "first"
 
     @classmethod
-    def from_folder(cls, path: Path | str) -> Tokenizer:
+    def from_folder(cls, path: Path | str, renderers: Renderers | None = None) -> Tokenizer:
         """Read a Hugging Face checkpoint folder."""
-        return cls(parts_from_folder(Path(path)))
+        return cls(parts_from_folder(Path(path)), renderers)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, object], renderers: Renderers | None = None) -> Tokenizer:
         """Rebuild from the tokenizer.* keys of a GGUF file (arrays as sequences, strings as str)."""
-        return cls(parts_from_gguf(metadata))
+        return cls(parts_from_gguf(metadata), renderers)
 
     @property
     def has_chat_template(self) -> bool:
@@ -87,7 +92,7 @@ class Tokenizer:
         return [*self._parts.prefix, *ids, *self._parts.suffix] if add_special else ids
 
     def compile_templates(self) -> None:
-        """Do now what the first chat would wait for (importing jinja2, compiling); a bad template is refused then."""
+        """Do now what the first chat would wait for (starting a renderer); a bad template is refused then."""
         for template in self._templates.values():
             with contextlib.suppress(Refused):
                 template.facts  # noqa: B018

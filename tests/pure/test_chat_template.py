@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from janus_server.chat_render import MAX_PROMPT_CHARS, Renderers
 from janus_server.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from janus_server.errors import Refused
 
+# Room for honest templates on a busy machine; the bombs have their own, so that each costs the tests 0.2 s.
+PATIENT = Renderers(workers=1, cpu_s=10.0)
+BRISK = Renderers(workers=1, cpu_s=0.2, memory_bytes=256 << 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    PATIENT.close()
+    BRISK.close()
+
 
 def render(
-    source: str, *contents: Any, tools: list[Any] | None = None, kwargs: dict[str, Any] | None = None, **message: Any
-) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>"})
+    source: str, *contents: Any, tools: list[Any] | None = None, kwargs: dict[str, Any] | None = None,
+    renderers: Renderers = PATIENT, **message: Any
+) -> str:  # fmt: skip
+    template = ChatTemplate(source, {"bos_token": "<s>"}, renderers)
     messages = [{"role": "user", "content": content, **message} for content in contents or ("hi",)]
     return template.render(template.prepare(messages, tools, True, kwargs))
 
@@ -51,7 +68,6 @@ ESCAPES = (
     "{{ raise_exception.__globals__ }}",
     "{{ raise_exception.__globals__['sys'] }}",
     "{{ namespace.__init__ }}",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
     "{{ namespace(__html__=1) }}",
     "{{ messages.append(1) }}",
     "{{ messages[0].update({'role': 'x'}) }}",
@@ -62,7 +78,6 @@ ESCAPES = (
     "{{ namespace(a=1) }}",
     "{{ messages | attr('__class__') }}",
     "{{ messages | map(attribute='__class__') | list }}",
-    "{{ lipsum() }}",
     "{% include 'x' %}",
     "{% import 'x' as y %}",
     "{% from 'x' import y %}",
@@ -81,7 +96,8 @@ BOMBS = (
     DOUBLING + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     DOUBLING + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     DOUBLING + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-    DOUBLING + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x == ns.x }}",
+    "{% set ns = namespace(x=1, y=1) %}{% for i in range(64) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
     DOUBLING + "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1} }}",
     DOUBLING + "{% set ns.x = ns.x | replace('a', 'aa') %}{% endfor %}",
     DOUBLING + "{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
@@ -93,17 +109,27 @@ BOMBS = (
     "{{ 'a'.ljust(10**9) }}",
     "{{ 'a' | center(10**9) }}",
     "{{ 'a\n' | indent(10**9) }}",
-    "{{ messages | tojson(indent=10**6) }}",
     "{{ ([1] * 10000) | tojson(separators=('b' * 1000000, ':')) }}",
     "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
     "{{ ('b' * 1000000).join(('a,' * 100000).split(',')) }}",
     "{{ ('a,' * 100000).split(',') | join('b' * 1000000) }}",
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{{ strftime_now('%999999999Y') }}",
     "{% set x = ['a'] * 90000 %}{% for i in x %}{% set y = x | map('upper') | list %}{% endfor %}",
     "{% for i in range(90000) %}{{ 'x' * 90000 }}{% endfor %}",
     "{% set x %}{% for i in range(90000) %}" + "x" * 9000 + "{% endfor %}{% endset %}",
+)
+
+
+GROWN = (
+    "{% set ns = namespace(x='a', y='b') %}{% for i in range(19) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% set ns.y = ns.y ~ ns.y %}{% endfor %}"
+)
+# Single calls into C that no counting of operations sees: quadratic in what they are given, and not interruptible.
+QUADRATIC = (
+    GROWN + "{{ ns.x.strip(ns.y ~ 'a') }}",
+    GROWN + "{{ (ns.x ~ ns.x).rfind(ns.x[:130000] ~ 'b' ~ ns.x[:130000]) }}",
+    GROWN + "{{ (ns.x | replace('a', 'f') | int(base=16)) // (ns.x[:260000] | replace('a', 'f') | int(base=16)) }}",
 )
 
 
@@ -113,27 +139,43 @@ def test_escapes_are_refused(source: str) -> None:
     assert "Error" not in error.message and "object" not in error.message  # fixed texts, nothing of the interpreter
 
 
-def test_bombs_are_refused_within_bounded_memory_and_time() -> None:
-    """In a process of its own under hard limits: an unbounded render would be killed, not merely slow."""
+@pytest.mark.parametrize("source", [*BOMBS, *QUADRATIC], ids=range(len(BOMBS) + len(QUADRATIC)))
+def test_a_bomb_is_refused_at_a_bounded_cost_that_is_not_ours(source: str) -> None:
+    before = time.thread_time()
+    refused(source, renderers=BRISK)
+    assert time.thread_time() - before < 0.1
+    assert render("{{ messages[0].content }}", renderers=BRISK) == "hi"  # and the next one finds a working renderer
+
+
+def test_what_is_merely_large_is_rendered_up_to_the_limit() -> None:
+    assert len(render("{{ messages | tojson(indent=10**6) }}")) < MAX_PROMPT_CHARS
+    assert len(render("{{ strftime_now('%999999999Y') }}")) < 100
+    assert refused(f"{{{{ 'ab' * {MAX_PROMPT_CHARS // 2 + 1} }}}}").param == "messages"
+
+
+def test_a_renderer_that_was_killed_is_replaced() -> None:
+    renderers = Renderers(workers=1)
+    assert render("a", renderers=renderers) == "a"
+    worker = renderers._idle.queue[0]
+    assert worker is not None
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.wait(10)
+    assert render("b", renderers=renderers) == "b"
+    renderers.close()
+
+
+def test_a_renderer_can_open_nothing() -> None:
+    """Even a template that left the sandbox finds no file, no socket and no secret."""
     program = (
-        "import resource, sys; sys.path[:0] = sys.argv[1:3]\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-        "resource.setrlimit(resource.RLIMIT_CPU, (120, 120))\n"
-        "import test_chat_template as cases\n"
-        "print(sum(cases.bomb_is_refused(source) for source in cases.BOMBS))\n"
+        "import sys\n"
+        "from janus_server import chat_worker\n"
+        "chat_worker._lock_down(1 << 30)\n"
+        "try: open('/etc/hostname')\n"
+        "except OSError as error: sys.stdout.write(type(error).__name__ + str(error.errno))\n"
     )
-    root, here = __file__.rsplit("/tests/", 1)[0], __file__.rsplit("/", 1)[0]
-    done = subprocess.run([sys.executable, "-c", program, root, here], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == str(len(BOMBS)), done.stdout + done.stderr[-2000:]
-
-
-def bomb_is_refused(source: str) -> bool:
-    try:
-        text = render(source)
-    except Refused:
-        return True
-    print("rendered", len(text), source)
-    return False
+    root = __file__.rsplit("/tests/", 1)[0]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": root})
+    assert done.stdout == "OSError24", done.stderr
 
 
 def test_the_budget_grows_with_the_conversation() -> None:
@@ -193,7 +235,7 @@ def test_tool_arguments_take_the_form_that_the_template_reads() -> None:
     assert refused(as_object, None, tool_calls=[broken]).param == "messages[0].tool_calls[0].function.arguments"
 
 
-def test_jinja_is_not_imported_before_the_first_chat() -> None:
+def test_jinja_is_not_imported_into_the_server() -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1])\nimport janus_server.tokens\nprint('jinja2' in sys.modules)"
     root = __file__.rsplit("/tests/", 1)[0]
     done = subprocess.run([sys.executable, "-c", program, root], capture_output=True, text=True, check=True)

@@ -117,7 +117,7 @@ def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
         case "chat":
             return _chat(chosen)
         case "doctor":
-            from janus_server.doctor import run as doctor
+            from janus_server.terminal.doctor import run as doctor
 
             return doctor(as_json=chosen.json, kernels=chosen.kernels)
         case "version":
@@ -141,7 +141,7 @@ def _serve(chosen: argparse.Namespace) -> int:
 
 
 def _chat(chosen: argparse.Namespace) -> int:
-    from janus_server.chat import ChatOptions, run
+    from janus_server.terminal.chat import ChatOptions, run
 
     return run(
         ChatOptions(

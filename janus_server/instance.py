@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from janus_server.detokenize import Detokenizer, StopMatcher
 from janus_server.errors import Refused
 from janus_server.executor import Cancel, DeviceThread, StepReport, Submit
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.detokenize import Detokenizer, StopMatcher
+from janus_server.tokens.tokenizer import Tokenizer
 from janus_server.types import Delta, Emit, FinishReason, ModelCard, Request, Sampling
 
 _ENDED_MESSAGE = "The request ended before it was complete because of an error on this server."

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from janus_server.chat_render import Renderers
 from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig
 from janus_server.executor import DeviceThread, Engine
@@ -30,7 +29,8 @@ from janus_server.model.weights import layout
 from janus_server.modelref import ModelEntry
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.render import Renderers
+from janus_server.tokens.tokenizer import Tokenizer
 from janus_server.types import ModelCard, PageKind, Sampling
 from janus_server.units import format_bytes
 

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from janus_server import types
-from janus_server.api import Call
+from janus_server.api.plan import Call
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE = "0"

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from janus_server.chat_render import Renderers
 from janus_server.config import ServeConfig
 from janus_server.executor import Attach, DeviceThread, EndAll, StepReport, Stop
 from janus_server.instance import ServedModel, Streams
@@ -20,6 +19,7 @@ from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
 from janus_server.lifecycle import Loading, Progress
 from janus_server.sched.scarcity import Scarcity
+from janus_server.tokens.render import Renderers
 from janus_server.types import BatcherStats, Owner
 
 log = logging.getLogger("janus.node")
@@ -70,7 +70,7 @@ class Node:
         toucher = self._toucher = TouchAhead(xtensor)
         scarcity = Scarcity(xtensor.pool)
         device = self._device = DeviceThread(
-            xtensor.pool, scarcity, lambda report: loop.call_soon_threadsafe(self._deliver, report), toucher.below
+            xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below
         )
         loaded = [Loading(entry, config, kernels, xtensor, self._renderers, progress) for entry in config.models]
         served = {}
@@ -113,3 +113,7 @@ class Node:
         self.streams.deliver(report)
         for listener in self._listeners:
             listener(report)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, deliver: Callable[[StepReport], None], report: StepReport) -> None:
+    loop.call_soon_threadsafe(deliver, report)

@@ -19,7 +19,7 @@ import uvloop
 from janus_server.config import ServeConfig
 from janus_server.errors import BadConfig, BadModel
 from janus_server.node import Node
-from janus_server.progress import LoadProgress, LoadStopped
+from janus_server.terminal.progress import LoadProgress, LoadStopped
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.serve")
@@ -47,7 +47,7 @@ async def _serve(config: ServeConfig) -> int:
     progress = LoadProgress(sys.stderr, stop.is_set)
     loading = asyncio.create_task(asyncio.to_thread(node.load, loop, progress.update))
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
-    from janus_server.listen import Listener
+    from janus_server.http.listen import Listener
 
     try:
         server = await Listener.open(node, config)

@@ -14,9 +14,9 @@ from aiohttp import web
 from fake_engine import FakeModel, FakeNode
 from prometheus_client.parser import text_string_to_metric_families
 
-from janus_server.api_types import Limits
-from janus_server.http import build_app
-from janus_server.http_edge import build_runner
+from janus_server.api.bodies import Limits
+from janus_server.http.app import build_app
+from janus_server.http.edge import build_runner
 from janus_server.metrics import Metrics
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -14,7 +14,7 @@ from local_engine import LocalEngine, request
 
 from janus_server.kernels.table import DType
 from janus_server.model import gguf as reader
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.tokenizer import Tokenizer
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 

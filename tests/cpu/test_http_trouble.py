@@ -14,9 +14,9 @@ from fake_engine import FakeModel, settled
 from http_server import CHAT, HI, Server, is_error, served
 
 from janus_server import types
-from janus_server.api_types import Limits
+from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
-from janus_server.merge import Merged
+from janus_server.http.merge import Merged
 
 
 @pytest_asyncio.fixture

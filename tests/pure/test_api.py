@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server import api, types
-from janus_server.api_types import ALLOWED, ChatBody, CompletionBody, Limits
+from janus_server import types
+from janus_server.api import plan as api
+from janus_server.api.bodies import ALLOWED, ChatBody, CompletionBody, Limits
 from janus_server.errors import Refused
 
 LIMITS = Limits()

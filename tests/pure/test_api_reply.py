@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server import api, api_reply, types
-from janus_server.api_types import Limits
+from janus_server import types
+from janus_server.api import plan as api
+from janus_server.api import reply as api_reply
+from janus_server.api.bodies import Limits
 from janus_server.errors import Bug
 
 LIMITS = Limits()

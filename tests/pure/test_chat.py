@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from janus_server.chat import Answer, ChatOptions, Piece, run
+from janus_server.terminal.chat import Answer, ChatOptions, Piece, run
 
 ROOT = Path(__file__).resolve().parents[2]
 

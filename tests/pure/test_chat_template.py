@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from janus_server.chat_render import MAX_PROMPT_CHARS, Renderers
-from janus_server.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from janus_server.errors import Refused
+from janus_server.tokens.render import MAX_PROMPT_CHARS, Renderers
+from janus_server.tokens.template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 # Room for honest templates on a busy machine; the bombs have their own, so that each costs the tests 0.2 s.
 PATIENT = Renderers(workers=1, cpu_s=10.0)
@@ -168,7 +168,7 @@ def test_a_renderer_can_open_nothing() -> None:
     """Even a template that left the sandbox finds no file, no socket and no secret."""
     program = (
         "import sys\n"
-        "from janus_server import chat_worker\n"
+        "from janus_server.tokens import worker as chat_worker\n"
         "chat_worker._lock_down(1 << 30)\n"
         "try: open('/etc/hostname')\n"
         "except OSError as error: sys.stdout.write(type(error).__name__ + str(error.errno))\n"
@@ -236,7 +236,8 @@ def test_tool_arguments_take_the_form_that_the_template_reads() -> None:
 
 
 def test_jinja_is_not_imported_into_the_server() -> None:
-    program = "import sys; sys.path.insert(0, sys.argv[1])\nimport janus_server.tokens\nprint('jinja2' in sys.modules)"
+    program = "import sys; sys.path.insert(0, sys.argv[1])\n"
+    program += "import janus_server.tokens.tokenizer\nprint('jinja2' in sys.modules)"
     root = __file__.rsplit("/tests/", 1)[0]
     done = subprocess.run([sys.executable, "-c", program, root], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

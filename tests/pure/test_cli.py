@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from janus_server import doctor, packaged
+from janus_server import packaged
 from janus_server.cli import main
 from janus_server.errors import BadConfig
+from janus_server.terminal import doctor
 
 HEAVY = ("torch", "transformers", "gpytorch", "ortools", "rich", "aiohttp", "huggingface_hub", "difflib", "tomllib")
 

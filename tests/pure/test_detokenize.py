@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import NAMES, tokenizer
 
-from janus_server.detokenize import Detokenizer, Matched, StopMatcher
 from janus_server.errors import Bug
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.detokenize import Detokenizer, Matched, StopMatcher
+from janus_server.tokens.tokenizer import Tokenizer
 
 
 def pushed(tok: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:

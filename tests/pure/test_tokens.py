@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from janus_server.errors import BadModel, Refused
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.tokenizer import Tokenizer
 
 TOOLS = [
     {

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from janus_server.model.gguf import read_header
-from janus_server.tokens import Tokenizer
+from janus_server.tokens.tokenizer import Tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 MODELS = REPO.parent / "shared" / "models"

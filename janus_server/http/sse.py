@@ -1,6 +1,6 @@
 """Server-sent events on one aiohttp response: headers, drain, keep-alive comments, the error event and [DONE].
 
-`http` writes through it; what an event says is `api_reply`'s business. The response starts with the first write, so
+`app` writes through it; what an event says is `api.reply`'s business. The response starts with the first write, so
 that a refusal before it can still be an HTTP status. A reader that leaves the socket full for too long is cut off.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 
 from aiohttp import web
 
-from janus_server.api_reply import error_event
+from janus_server.api.reply import error_event
 from janus_server.errors import Refused
 
 DONE = b"data: [DONE]\n\n"

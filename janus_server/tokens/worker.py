@@ -1,6 +1,6 @@
 """Renders chat templates in a process of its own, so that the kernel bounds what they cost. A program, not a module.
 
-`chat_render` starts it and asks one question a frame (4 bytes of length, then JSON) on a socket that is stdin and
+`render` starts it and asks one question a frame (4 bytes of length, then JSON) on a socket that is stdin and
 stdout at once. A template that is too slow, too large or finds a way out of the sandbox ends this process, which holds
 no secret, can open no file, and is replaced. Imports jinja2 and the standard library only; never the server.
 """

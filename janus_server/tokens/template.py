@@ -1,7 +1,7 @@
 """A checkpoint's chat template: messages in, one prompt text out, at a bounded cost.
 
 `tokens` keeps one `ChatTemplate` per template of its checkpoint and renders it for each chat request, off the event
-loop. The template is the checkpoint's; it is never taken from a request, and it runs in a process of `chat_render`.
+loop. The template is the checkpoint's; it is never taken from a request, and it runs in a process of `render`.
 Whatever goes wrong in it is the request's refusal (400) with a fixed text, never a traceback.
 """
 
@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from janus_server.chat_render import Renderers
 from janus_server.errors import Refused
+from janus_server.tokens.render import Renderers
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 _OWN_NAMES = frozenset(

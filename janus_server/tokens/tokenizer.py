@@ -19,10 +19,10 @@ from typing import Any
 
 import tokenizers
 
-from janus_server.chat_render import Renderers
-from janus_server.chat_template import ChatInput, ChatTemplate, texts_in
 from janus_server.errors import BadModel, Refused
-from janus_server.token_source import TokenizerParts, parts_from_folder, parts_from_gguf
+from janus_server.tokens.render import Renderers
+from janus_server.tokens.source import TokenizerParts, parts_from_folder, parts_from_gguf
+from janus_server.tokens.template import ChatInput, ChatTemplate, texts_in
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _NO_TEMPLATE = "This model has no chat template. Use /v1/completions instead."

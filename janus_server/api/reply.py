@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from janus_server import types
-from janus_server.api import Call, Kind
+from janus_server.api.plan import Call, Kind
 from janus_server.errors import Refused, require
 
 UNLIKELY = -9999.0  # what OpenAI writes for a probability too small to say

@@ -12,16 +12,15 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from janus_server.api_reply import error_body
-from janus_server.api_types import Limits
+from janus_server.api.bodies import Limits
+from janus_server.api.reply import error_body
 from janus_server.errors import Refused
+from janus_server.http.sse import SseWriter
 from janus_server.metrics import Metrics
-from janus_server.sse import SseWriter
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Guard:
 
     async def _fail(self, request: web.Request, refused: Refused, headers: dict[str, str]) -> web.StreamResponse:
         self._count(request, refused.status)
-        sse = request.get(SSE)
+        sse: SseWriter | None = request.get(SSE)
         if sse is None or not sse.started:
             return error_response(refused, headers)
         with contextlib.suppress(ConnectionError):
@@ -121,11 +120,11 @@ class _Runner(web.AppRunner):
 
 
 class _Server(web.Server):
-    def __call__(self) -> web.RequestHandler[Any]:
+    def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):  # type: ignore[type-arg]
+class _Connection(web.RequestHandler):
     __slots__ = ()
 
     def handle_error(

@@ -6,12 +6,12 @@ import errno
 
 from aiohttp import web
 
-from janus_server.api_types import Limits
+from janus_server.api.bodies import Limits
 from janus_server.config import ServeConfig
 from janus_server.errors import BadConfig
 from janus_server.executor import StepReport
-from janus_server.http import build_app
-from janus_server.http_edge import build_runner
+from janus_server.http.app import build_app
+from janus_server.http.edge import build_runner
 from janus_server.metrics import Metrics
 from janus_server.node import Node
 

@@ -1,8 +1,8 @@
 """The HTTP surface: an aiohttp application whose handlers join `api`, tokenizer, node and answer. No policy.
 
-`build_app` makes it. It must be served by `http_edge.build_runner`, whose cancellation on disconnect is what ends a
+`build_app` makes it. It must be served by `edge.build_runner`, whose cancellation on disconnect is what ends a
 request when its client has left, in the queue, in prefill and in decode. A handler raises `Refused`; how that looks to
-the client is `http_edge`'s business.
+the client is `edge`'s business.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
-from janus_server import api, api_reply, types
-from janus_server.api_types import ChatBody, CompletionBody, Limits
+from janus_server import types
+from janus_server.api import plan, reply
+from janus_server.api.bodies import ChatBody, CompletionBody, Limits
 from janus_server.errors import Refused
-from janus_server.http_edge import SSE, Guard, stamp
-from janus_server.merge import Merged
+from janus_server.http.edge import SSE, Guard, stamp
+from janus_server.http.merge import Merged
+from janus_server.http.sse import SseWriter
 from janus_server.metrics import CONTENT_TYPE, CallWatch, Gauged, Metrics
-from janus_server.sse import SseWriter
 
 T = TypeVar("T")
 
 
-class Tokenizer(api_reply.TokenNames, Protocol):
+class Tokenizer(reply.TokenNames, Protocol):
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
     def encode_chat(
@@ -67,7 +68,7 @@ class Node(Gauged, Protocol):
 
 
 def build_app(node: Node, *, metrics: Metrics, limits: Limits) -> web.Application:
-    """The application with all its routes; serve it with `http_edge.build_runner`."""
+    """The application with all its routes; serve it with `edge.build_runner`."""
     front = Front(node, metrics, limits)
     app = web.Application(middlewares=[Guard(metrics).guard], client_max_size=limits.body_bytes)
     app.router.add_get("/health", front.health)
@@ -115,32 +116,32 @@ class Front:
         return web.Response(body=self._metrics.render(self._node), headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        entries = [api_reply.model_entry(model.card) for model in self._node.models.values()]
+        entries = [reply.model_entry(model.card) for model in self._node.models.values()]
         return _json_response({"object": "list", "data": entries})
 
     async def show_model(self, request: web.Request) -> web.Response:
-        return _json_response(api_reply.model_entry(self._find(request.match_info["model"]).card))
+        return _json_response(reply.model_entry(self._find(request.match_info["model"]).card))
 
     # Generation
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        body = api.parse_chat(await self._read(request), self._limits)
+        body = plan.parse_chat(await self._read(request), self._limits)
         model = self._serving(body.model)
         prompt = await self._encode_chat(model, body)
-        call = api.plan_chat(body, prompt, _target(model), self._limits, _label("chatcmpl-"))
+        call = plan.plan_chat(body, prompt, _target(model), self._limits, _label("chatcmpl-"))
         return await self._answer(request, model, call, arrived_s)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        body = api.parse_completion(await self._read(request), self._limits)
+        body = plan.parse_completion(await self._read(request), self._limits)
         model = self._serving(body.model)
         prompts, echo = await self._encode_prompts(model, body)
-        call = api.plan_completion(body, prompts, echo, _target(model), self._limits, _label("cmpl-"))
+        call = plan.plan_completion(body, prompts, echo, _target(model), self._limits, _label("cmpl-"))
         return await self._answer(request, model, call, arrived_s)
 
     async def _answer(
-        self, request: web.Request, model: ServedModel, call: api.Call, arrived_s: float
+        self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float
     ) -> web.StreamResponse:
         metrics = self._metrics.model(model.card.id)
         watch = CallWatch(metrics, call, arrived_s)
@@ -155,22 +156,22 @@ class Front:
             watch.end(time.monotonic())
 
     async def _whole(
-        self, request: web.Request, model: ServedModel, call: api.Call, merged: Merged, watch: CallWatch
+        self, request: web.Request, model: ServedModel, call: plan.Call, merged: Merged, watch: CallWatch
     ) -> web.StreamResponse:
-        reply = api_reply.WholeReply(call, model.tokenizer)
+        whole = reply.WholeReply(call, model.tokenizer)
         while (news := await merged.take(self._limits.keep_alive_s)) is not None:
             now = time.monotonic()
             for item in news:
                 watch.delta(item.prompt, item.delta, now)
-                if (refused := api_reply.failure(item.delta)) is not None:
+                if (refused := reply.failure(item.delta)) is not None:
                     raise refused
-                reply.add(item.prompt, item.delta)
-        return web.Response(body=reply.body(), content_type="application/json")
+                whole.add(item.prompt, item.delta)
+        return web.Response(body=whole.body(), content_type="application/json")
 
     async def _stream(
-        self, request: web.Request, model: ServedModel, call: api.Call, merged: Merged, watch: CallWatch
+        self, request: web.Request, model: ServedModel, call: plan.Call, merged: Merged, watch: CallWatch
     ) -> web.StreamResponse:
-        reply = api_reply.StreamReply(call, model.tokenizer)
+        streamed = reply.StreamReply(call, model.tokenizer)
         sse = request[SSE] = SseWriter(request, self._limits.stall_s)
         while (news := await merged.take(self._limits.keep_alive_s)) is not None:
             if not news:
@@ -181,15 +182,15 @@ class Front:
             refused = None
             for item in news:
                 watch.delta(item.prompt, item.delta, now)
-                refused = api_reply.failure(item.delta)
+                refused = reply.failure(item.delta)
                 if refused is not None:
                     break
-                events.append(reply.events(item.prompt, item.delta))
+                events.append(streamed.events(item.prompt, item.delta))
             if events:
                 await sse.send(b"".join(events))
             if refused is not None:
                 raise refused
-        await sse.done(reply.usage_event() if call.include_usage else b"")
+        await sse.done(streamed.usage_event() if call.include_usage else b"")
         return sse.response
 
     # What the handlers need
@@ -239,7 +240,7 @@ class Front:
         return await self._on_thread(
             functools.partial(
                 model.tokenizer.encode_chat,
-                api.messages_of(body),
+                plan.messages_of(body),
                 tools=None,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 kwargs=body.chat_template_kwargs,
@@ -248,11 +249,11 @@ class Front:
 
     async def _encode_prompts(self, model: ServedModel, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
         """Ids and echo text of each prompt."""
-        given = api.prompts_of(body)
+        given = plan.prompts_of(body)
         many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
         for i, prompt in enumerate(given):
             if not isinstance(prompt, str):
-                api.check_ids(prompt, model.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
+                plan.check_ids(prompt, model.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
         work = functools.partial(_encode_all, model.tokenizer, given, body)
         long = sum(len(prompt) for prompt in given) > self._limits.inline_chars
         return await self._on_thread(work) if long else work()
@@ -277,13 +278,13 @@ def _encode_all(
     return prompts, echo
 
 
-def _target(model: ServedModel) -> api.Target:
-    return api.Target(model.card.id, model.card.context_tokens, model.vocab, model.eos_ids, model.defaults)
+def _target(model: ServedModel) -> plan.Target:
+    return plan.Target(model.card.id, model.card.context_tokens, model.vocab, model.eos_ids, model.defaults)
 
 
-def _label(prefix: str) -> api.Label:
+def _label(prefix: str) -> plan.Label:
     seed = int.from_bytes(os.urandom(8)) >> 1
-    return api.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)
+    return plan.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)
 
 
 def _too_large(limit: int) -> Refused:

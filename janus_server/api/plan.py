@@ -1,7 +1,7 @@
 """From a client's bytes to validated `types.Request`s: the edge where every field is checked once.
 
 Pure: no clock, no randomness, no tokenizer. `http` calls `parse_*` on the body, encodes the prompts, then `plan_*`;
-`api_reply` writes the answer to the `Call` that comes out. Every refusal names its field in `param`, says what is
+`reply` writes the answer to the `Call` that comes out. Every refusal names its field in `param`, says what is
 allowed, and quotes nothing of the client's. Nothing past this file checks client input again, so a value that passes
 here must be safe to run.
 """
@@ -16,8 +16,9 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from janus_server import api_types, types
-from janus_server.api_types import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server import types
+from janus_server.api import bodies
+from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
 from janus_server.errors import Refused
 
 
@@ -72,7 +73,7 @@ Body = TypeVar("Body", bound=CommonBody)
 def parse_chat(raw: bytes, limits: Limits) -> ChatBody:
     """The body of /v1/chat/completions, its fields in range; what depends on the model is checked by `plan_chat`."""
     body = _decode(raw, ChatBody)
-    _check_common(body, limits, api_types.UNSUPPORTED_CHAT)
+    _check_common(body, limits, bodies.UNSUPPORTED_CHAT)
     _need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
     if body.tools and body.tool_choice != "none":
         raise _not_yet("tools")
@@ -86,7 +87,7 @@ def parse_chat(raw: bytes, limits: Limits) -> ChatBody:
 def parse_completion(raw: bytes, limits: Limits) -> CompletionBody:
     """The body of /v1/completions, its fields in range; what depends on the model is checked by `plan_completion`."""
     body = _decode(raw, CompletionBody)
-    _check_common(body, limits, api_types.UNSUPPORTED_COMPLETION)
+    _check_common(body, limits, bodies.UNSUPPORTED_COMPLETION)
     _need(body.best_of is None or body.best_of == (body.n or 1), "best_of", "equal to n")
     if body.logprobs is not None:
         _need(body.logprobs <= limits.logprobs, "logprobs", f"from 0 to {limits.logprobs}")
@@ -108,7 +109,7 @@ def prompts_of(body: CompletionBody) -> tuple[str | list[int], ...]:
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
         return ([item for item in prompt if isinstance(item, int)],)
-    _need(len(kinds) == 1, "prompt", api_types.ALLOWED["prompt"])
+    _need(len(kinds) == 1, "prompt", bodies.ALLOWED["prompt"])
     return tuple(item for item in prompt if not isinstance(item, int))
 
 
@@ -173,9 +174,9 @@ def _refuse_field(text: str) -> NoReturn:
     if not path:
         raise Refused("the body must be a JSON object", code="invalid_json")
     general = re.sub(r"\[\d+\]", "[]", path)
-    while general and general not in api_types.ALLOWED:
+    while general and general not in bodies.ALLOWED:
         general = general[:-2] if general.endswith("[]") else general.rpartition(".")[0]
-    allowed = api_types.ALLOWED.get(general, "of another type")
+    allowed = bodies.ALLOWED.get(general, "of another type")
     # An element of a list is described by its list when it has no words of its own.
     shown = path if general == re.sub(r"\[\d+\]", "[]", path) else re.split(r"[.\[]", path)[0]
     verb = "is required and must be" if missing else "must be"

@@ -1,7 +1,7 @@
 """The processes that render chat templates: started when first asked, replaced when a template has used one up.
 
 `chat_template` asks from encoding threads, one question a worker at a time. An answer of None means that the template
-took more time or memory than a worker has. The program itself is `chat_worker`.
+took more time or memory than a worker has. The program itself is `worker`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
-_PROGRAM: Final = Path(__file__).with_name("chat_worker.py")
+_PROGRAM: Final = Path(__file__).with_name("worker.py")
 _MAX_ANSWER_BYTES: Final = 8 * MAX_PROMPT_CHARS  # JSON spells a character in at most six bytes, twelve beyond the BMP
 # Only a worker that was stopped from outside can be silent for longer than its processor time.
 _SILENT_S: Final = 60.0

@@ -7,19 +7,18 @@ is next, the batcher what is in it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from janus_server.errors import Bug
-from janus_server.kv.blocks import KvPages
+from janus_server.errors import require
 from janus_server.kv.pages import PagePool
-from janus_server.kv.prefix import PrefixCache
 from janus_server.model.runner import Runner
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import Scarcity
@@ -35,9 +34,11 @@ class Engine:
 
     model: str
     batcher: Batcher
-    kv: KvPages
-    prefix: PrefixCache
     runner: Runner
+
+    @property
+    def kv_owner(self) -> Owner:
+        return self.batcher.kv.owner
 
 
 class Attach(msgspec.Struct, frozen=True):
@@ -45,8 +46,11 @@ class Attach(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True):
+    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue."""
+
     model: str
     request: Request
+    arrived_s: float
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -90,15 +94,18 @@ class StepReport(msgspec.Struct, frozen=True):
 
     model: str
     emits: list[Emit]
-    stats: BatcherStats
     pages: dict[Owner, int]
     free_pages: int
+    stats: BatcherStats | None = None
     step: StepTime | None = None
     failed: bool = False
 
 
 class DeviceThread:
-    """One per node. `deliver` and `touch` are called on the device thread; deliver must only hand over."""
+    """One per node. `deliver`, `touch` and `release` are called on the device thread; deliver must only hand over.
+
+    touch(page) says that pages from `page` up are in use; release(model) gives the weights of a dead instance back.
+    """
 
     def __init__(
         self,
@@ -106,11 +113,13 @@ class DeviceThread:
         scarcity: Scarcity,
         deliver: Callable[[StepReport], None],
         touch: Callable[[int], None],
+        release: Callable[[str], None],
     ) -> None:
         self._pool = pool
         self._scarcity = scarcity
         self._deliver = deliver
         self._touch = touch
+        self._release = release
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._engines: dict[str, Engine] = {}
         self._turn = Turn()
@@ -150,48 +159,53 @@ class DeviceThread:
         """Nothing can run: check the books once, then sleep until an order comes."""
         if not self._checked:
             self._checked = True
-            stuck = [e.model for e in self._engines.values() if not e.batcher.idle]
-            if stuck:
-                self._fail(self._engines[stuck[0]], Bug("requests wait and nothing can run"))
-                return
-            self._pool.check()
+            for engine in tuple(self._engines.values()):
+                with self._guard(engine):
+                    require(engine.batcher.idle, "requests wait and nothing can run")
+                    self._pool.check()
         self._apply(self._inbox.get())
 
     def _apply(self, command: Command) -> None:
         match command:
-            case Submit(model, request):
-                engine = self._engines.get(model)
-                if engine is None:
-                    self._deliver(_gone(model, request, self._pool))
-                    return
-                engine.batcher.add(request, time.monotonic())
-                self._checked = False
+            case Submit(model, request, arrived_s):
+                self._submit(model, request, arrived_s)
             case Cancel(model, request_id, index):
                 engine = self._engines.get(model)
                 if engine is not None:
-                    engine.batcher.cancel(request_id, index)
-                    self._report(engine, [])
+                    with self._guard(engine):
+                        engine.batcher.cancel(request_id, index)
+                        self._report(engine, [])
             case Attach(engine):
+                self._scarcity.join(engine.batcher)
                 self._engines[engine.model] = engine
             case EndAll():
-                for engine in self._engines.values():
-                    self._report(engine, engine.batcher.cancel_all())
+                for engine in tuple(self._engines.values()):
+                    with self._guard(engine):
+                        self._report(engine, engine.batcher.cancel_all())
             case Stop():
                 self._stopping = True
+
+    def _submit(self, model: str, request: Request, arrived_s: float) -> None:
+        engine = self._engines.get(model)
+        if engine is not None:
+            with self._guard(engine):
+                engine.batcher.add(request, arrived_s)
+        self._checked = False
+        if model not in self._engines:  # torn down while the request was on its way, or by the request
+            emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]
+            self._deliver(StepReport(model, emits, self._pool.held(), self._pool.free_pages))
 
     def _step(self) -> bool:
         """Run one step of one model; False when no model has anything to run."""
         for model in self._turn.order(tuple(self._engines)):
-            engine = self._engines[model]
-            if engine.batcher.idle:
+            engine = self._engines.get(model)
+            if engine is None or engine.batcher.idle:
                 continue
-            try:
-                if self._step_of(engine):
-                    self._turn.took(model)
-                    return True
-            # One of the named boundaries: whatever a step raises ends this instance, never the process.
-            except Exception as error:  # noqa: BLE001
-                self._fail(engine, error)
+            ran = True  # a step that fails was one too
+            with self._guard(engine):
+                ran = self._step_of(engine)
+            if ran:
+                self._turn.took(model)
                 return True
         return False
 
@@ -210,11 +224,18 @@ class DeviceThread:
         return True
 
     def _report(self, engine: Engine, emits: list[Emit], step: StepTime | None = None, failed: bool = False) -> None:
+        pool = self._pool
         self._deliver(
-            StepReport(
-                engine.model, emits, engine.batcher.stats(), self._pool.held(), self._pool.free_pages, step, failed
-            )
+            StepReport(engine.model, emits, pool.held(), pool.free_pages, engine.batcher.stats(), step, failed)
         )
+
+    @contextlib.contextmanager
+    def _guard(self, engine: Engine) -> Iterator[None]:
+        """One of the named boundaries: whatever work for an instance raises ends that instance, never the process."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - one of the three: a step runs code of every kind
+            self._fail(engine, error)
 
     def _fail(self, engine: Engine, error: Exception) -> None:
         """Tear one instance down: its requests end with an error event, its pages go back by owner."""
@@ -222,11 +243,6 @@ class DeviceThread:
         del self._engines[engine.model]
         self._scarcity.leave(engine.batcher)
         emits = engine.batcher.abandon()
-        self._pool.reclaim(engine.kv.owner)
+        self._pool.reclaim(engine.kv_owner)
+        self._release(engine.model)
         self._report(engine, emits, failed=True)
-
-
-def _gone(model: str, request: Request, pool: PagePool) -> StepReport:
-    """The answer to a request whose instance was torn down while it was on its way."""
-    emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]
-    return StepReport(model, emits, BatcherStats(0, 0, 0, 0, 0, 0, 0), pool.held(), pool.free_pages, failed=True)

@@ -1,124 +1,163 @@
-"""The loop side of one model instance: requests in, text out. Called by the HTTP layer; talks to the device thread.
+"""The loop side of one model instance: requests in, text out. The HTTP layer calls it; it orders the device thread.
 
-`ServedModel.generate` turns the device thread's emits into deltas: detokenized text that can no longer change, cut at
-stop strings. Closing the generator (a client that left) cancels the request in queue, prefill and decode alike.
+A `Call` is one API call's requests together: it turns the device thread's emits into deltas, text that can no longer
+change, cut at stop strings. Leaving it early (a client that left) cancels what still runs, in queue, prefill and decode
+alike. Everything here lives on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from janus_server.errors import Refused
 from janus_server.executor import Cancel, DeviceThread, StepReport, Submit
 from janus_server.tokens.detokenize import Detokenizer, StopMatcher
-from janus_server.tokens.tokenizer import Tokenizer
-from janus_server.types import Delta, Emit, FinishReason, ModelCard, Request, Sampling
+from janus_server.types import Delta, Emit, FinishReason, ModelCard, Request
+
+if TYPE_CHECKING:
+    from janus_server.api.plan import Target
+    from janus_server.tokens.tokenizer import Tokenizer
 
 _ENDED_MESSAGE = "The request ended before it was complete because of an error on this server."
 
 
-class Stream:
-    """Where one request's emits wait for their reader. Filled and read on the event loop."""
+class News(msgspec.Struct, frozen=True, gc=False):
+    """A delta and the number of the prompt it belongs to."""
 
-    __slots__ = ("_emits", "_ready")
-
-    def __init__(self) -> None:
-        self._emits: deque[Emit] = deque()
-        self._ready = asyncio.Event()
-
-    def put(self, emit: Emit) -> None:
-        self._emits.append(emit)
-        self._ready.set()
-
-    async def take(self) -> deque[Emit]:
-        """Everything that has arrived, at least one emit."""
-        await self._ready.wait()
-        self._ready.clear()
-        emits, self._emits = self._emits, deque()
-        return emits
+    prompt: int
+    delta: Delta
 
 
 class Streams:
-    """All open requests of a node by id; one call per step spreads the device thread's report."""
+    """All open requests of a node by id; one call a step spreads the device thread's report."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Stream] = {}
+        self._open: dict[str, _Answer] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, request_id: str) -> Stream:
-        stream = self._open[request_id] = Stream()
-        return stream
+    def open(self, answer: _Answer) -> None:
+        self._open[answer.request.id] = answer
 
-    def close(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+    def close(self, answer: _Answer) -> None:
+        self._open.pop(answer.request.id, None)
 
     def deliver(self, report: StepReport) -> None:
         """Emits of requests that nobody reads any more are dropped: their cancel is on its way."""
         for emit in report.emits:
-            stream = self._open.get(emit.request_id)
-            if stream is not None:
-                stream.put(emit)
+            answer = self._open.get(emit.request_id)
+            if answer is not None:
+                answer.call.put(answer, emit)
 
 
 class ServedModel:
-    """One model as the API sees it."""
+    """One model as the API sees it. `target` is what requests to it are checked against."""
 
     def __init__(
-        self,
-        card: ModelCard,
-        defaults: Sampling,
-        tokenizer: Tokenizer,
-        eos_ids: tuple[int, ...],
-        vocab: int,
-        refuse_unfit: Callable[[Request], None],
-        device: DeviceThread,
-        streams: Streams,
+        self, card: ModelCard, target: Target, tokenizer: Tokenizer, device: DeviceThread, streams: Streams
     ) -> None:
         self.card = card
-        self.defaults = defaults
+        self.target = target
         self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.vocab = vocab
         self.failed = False
-        self._refuse_unfit = refuse_unfit
         self._device = device
         self._streams = streams
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until every choice has its `finish`. Raises Refused first when the request can never run."""
+    def submit(self, requests: Sequence[Request]) -> Call:
+        """A call to enter with `async with`: entering queues its requests, leaving cancels what has not ended."""
         if self.failed:
-            raise _unavailable(self.card.id)
-        self._refuse_unfit(request)
-        stream = self._streams.open(request.id)
-        choices = [_Choice(self.tokenizer, request, index) for index in range(request.n)]
-        open_choices = request.n
-        try:
-            self._device.post(Submit(self.card.id, request))
-            while open_choices:
-                for emit in await stream.take():
-                    choice = choices[emit.index]
-                    if choice.finished:
-                        continue
-                    delta = choice.take(emit)
-                    if choice.finished:
-                        open_choices -= 1
-                        if emit.finish is None:
-                            self._device.post(Cancel(self.card.id, request.id, emit.index))
-                    yield delta
-        finally:
-            self._streams.close(request.id)
-            if open_choices:
-                self._device.post(Cancel(self.card.id, request.id))
+            raise Refused(
+                f"the model {self.card.id!r} stopped after an error; the server must be restarted",
+                status=503, kind="server_error", code="model_failed",
+            )  # fmt: skip
+        return Call(self, requests, self._device, self._streams)
+
+
+class Call:
+    """The requests of one API call and what has come back of them."""
+
+    def __init__(self, model: ServedModel, requests: Sequence[Request], device: DeviceThread, streams: Streams) -> None:
+        self._model = model
+        self._device = device
+        self._streams = streams
+        self._answers = [_Answer(self, prompt, request, model.tokenizer) for prompt, request in enumerate(requests)]
+        self._unfinished = sum(request.n for request in requests)
+        self._arrived: list[tuple[_Answer, Emit]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Call:
+        now = time.monotonic()
+        for answer in self._answers:
+            self._streams.open(answer)
+            self._device.post(Submit(self._model.card.id, answer.request, now))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for answer in self._answers:
+            self._streams.close(answer)
+            if not all(choice.finished for choice in answer.choices):
+                self._device.post(Cancel(self._model.card.id, answer.request.id))
+
+    def put(self, answer: _Answer, emit: Emit) -> None:
+        self._arrived.append((answer, emit))
+        self._wake()
+
+    async def take(self, timeout_s: float) -> list[News] | None:
+        """What has come since the last call, at least one item; [] when nothing came in time; None after the end."""
+        if not self._arrived and self._unfinished:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        news = [one for answer, emit in arrived for one in self._read(answer, emit)]
+        return news if news or self._unfinished else None
+
+    def _read(self, answer: _Answer, emit: Emit) -> Iterator[News]:
+        choice = answer.choices[emit.index]
+        if choice.finished:  # a stop string ended it; the device thread has not heard yet
+            return
+        delta = choice.take(emit)
+        if choice.finished:
+            self._unfinished -= 1
+            if emit.finish is None:
+                self._device.post(Cancel(self._model.card.id, answer.request.id, emit.index))
+        yield News(answer.prompt, delta)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Answer:
+    """One request of a call and the text state of its choices."""
+
+    __slots__ = ("call", "choices", "prompt", "request")
+
+    def __init__(self, call: Call, prompt: int, request: Request, tokenizer: Tokenizer) -> None:
+        self.call = call
+        self.prompt = prompt
+        self.request = request
+        self.choices = [_Choice(tokenizer, request, index) for index in range(request.n)]
 
 
 class _Choice:
     """Text state of one choice: what is held back, and whether it has ended."""
 
-    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "finished", "index")
+    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "_unmatched", "finished", "index")
 
     def __init__(self, tokenizer: Tokenizer, request: Request, index: int) -> None:
         self.index = index
@@ -126,6 +165,8 @@ class _Choice:
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt)
         self._matcher = StopMatcher(request.stop, request.include_stop) if request.stop else None
         self._include_stop = request.include_stop
+        # Stop strings do not count in the first min_tokens tokens.
+        self._unmatched = request.min_tokens
 
     def take(self, emit: Emit) -> Delta:
         finish = emit.finish
@@ -134,9 +175,10 @@ class _Choice:
         text = "" if emit.token is None or hidden else self._detokenizer.push(emit.token)
         if finish is not None:
             text += self._detokenizer.finish()
-        if self._matcher is not None:
-            text, stopped = self._match(text, last=finish is not None)
+        if self._matcher is not None and self._unmatched == 0:
+            text, stopped = self._match(self._matcher, text, last=finish is not None)
             finish = FinishReason.STOP if stopped else finish
+        self._unmatched = max(0, self._unmatched - 1)
         self.finished = finish is not None
         return Delta(
             index=self.index,
@@ -149,18 +191,9 @@ class _Choice:
             message=_ENDED_MESSAGE if finish is FinishReason.ERROR else None,
         )
 
-    def _match(self, text: str, last: bool) -> tuple[str, bool]:
-        matcher = self._matcher
-        if matcher is None:
-            return text, False
+    def _match(self, matcher: StopMatcher, text: str, last: bool) -> tuple[str, bool]:
+        """What may be shown of `text`, and whether a stop string ended it."""
         found = matcher.push(text)
         if found.stopped or not last:
             return found.text, found.stopped
         return found.text + matcher.finish(), False
-
-
-def _unavailable(model: str) -> Refused:
-    return Refused(
-        f"The model {model!r} stopped after an error and is not available.",
-        status=503, kind="server_error", code="model_unavailable", retry_after_s=30.0,
-    )  # fmt: skip

@@ -1,10 +1,12 @@
 """The life of a model on this node: from checkpoint to served. Called by `node`, on a worker thread.
 
-A load reserves pages, maps a window, fills it and commits, or rolls back wholly.
+`open_models` reads headers and checks that everything fits before a byte of weights is read; `fill` reserves pages,
+maps a window, fills it and commits, or rolls back wholly; `attach` makes the two sides that serve.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -13,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from janus_server.api.plan import Target
 from janus_server.config import DTypeChoice, ServeConfig
-from janus_server.errors import BadConfig
+from janus_server.errors import BadConfig, require
 from janus_server.executor import DeviceThread, Engine
 from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.table import DType, Kernels
@@ -24,14 +27,14 @@ from janus_server.kv.xtensor import KvLayout, XTensor, kv_layout
 from janus_server.model.decoder import Decoder
 from janus_server.model.load import Checkpoint, load_weights, open_checkpoint
 from janus_server.model.runner import Runner
-from janus_server.model.spec import SamplingDefaults
-from janus_server.model.weights import layout
+from janus_server.model.spec import ModelSpec, SamplingDefaults
+from janus_server.model.weights import Layout, Weights, layout
 from janus_server.modelref import ModelEntry
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
 from janus_server.tokens.tokenizer import Tokenizer
-from janus_server.types import ModelCard, PageKind, Sampling
+from janus_server.types import ModelCard, Sampling
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.lifecycle")
@@ -39,90 +42,123 @@ log = logging.getLogger("janus.lifecycle")
 Progress = Callable[[str, int, int], None]
 
 
-class Loading:
-    """One model on its way from checkpoint to served: reserve, map, fill, commit; rolled back wholly on failure."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint whose headers are checked, with what it will take: known to fit, nothing allocated yet.
 
-    def __init__(
-        self, entry: ModelEntry, config: ServeConfig, kernels: Kernels, xtensor: XTensor, renderers: Renderers,
-        progress: Progress,
-    ) -> None:  # fmt: skip
-        self.entry = entry
-        self._config = config
-        self._kernels = kernels
-        self._xtensor = xtensor
-        start = time.perf_counter()
-        self._checkpoint = checkpoint = open_checkpoint(entry.path, _dtype(config))
-        plan = layout(checkpoint.spec, kernels.matrix_bytes)
-        transaction = xtensor.open_weights(entry.name, plan.total_bytes)
-        if transaction is None:
-            raise BadConfig(_too_small(entry.name, plan.total_bytes, xtensor))
-        with ThreadPoolExecutor(1, "janus-tokenizer") as aside:
-            tokenizer = aside.submit(_tokenizer, checkpoint, renderers)
-            try:
-                self._weights = load_weights(
-                    checkpoint, plan, kernels, transaction.array, lambda done, total: progress(entry.name, done, total),
-                    threads=config.threads,
-                )  # fmt: skip
-                self._tokenizer = tokenizer.result()
-            except BaseException:
-                transaction.rollback()
-                raise
-        transaction.commit()
-        self._plan = plan
-        log.info("%s: %s in %.2f s", entry.name, format_bytes(plan.total_bytes), time.perf_counter() - start)
+    kv_pages are the pages that the weights of all models leave; context_tokens is the longest sequence served.
+    """
 
-    def engine(self, scarcity: Scarcity) -> Engine:
-        """The device side, with the KV memory that all models' weights leave."""
-        config, spec, xtensor = self._config, self._checkpoint.spec, self._xtensor
+    entry: ModelEntry
+    checkpoint: Checkpoint
+    placed: Layout
+    kv: KvLayout
+    kv_pages: int
+    context_tokens: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FilledModel:
+    """Weights in their pages, and the tokenizer."""
+
+    opened: OpenedModel
+    weights: Weights
+    tokenizer: Tokenizer
+
+
+def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...]:
+    """Open every checkpoint of the configuration and check that all fit together. BadModel or BadConfig when not."""
+    checkpoints = [open_checkpoint(entry.path, _dtype(config)) for entry in config.models]
+    placed = [layout(checkpoint.spec, kernels.matrix_bytes) for checkpoint in checkpoints]
+    weights = sum(pages_for(one.total_bytes, config.page_bytes) for one in placed)
+    kv_pages = config.memory_bytes // config.page_bytes - weights
+    if kv_pages <= 0:
+        need = format_bytes(weights * config.page_bytes)
+        raise BadConfig(
+            f"the weights take {need} and --memory is {format_bytes(config.memory_bytes)}; give more, since the KV cache "
+            "needs some too, or serve fewer models"
+        )
+    opened = []
+    for entry, checkpoint, one in zip(config.models, checkpoints, placed, strict=True):
+        spec = checkpoint.spec
         kv = kv_layout(config.page_bytes, spec.n_layers, spec.kv_heads, spec.head_dim, spec.dtype.bytes)
-        weights = sum(n for owner, n in xtensor.pool.held().items() if owner.kind is PageKind.WEIGHTS)
-        kv_pages = xtensor.pool.n_pages - weights
-        self._context = _context_tokens(self.entry.name, spec.context_tokens, config, kv, kv_pages)
-        cache = tuple(
-            self._kernels.cache_layer(
-                xtensor.slab, layer * kv.layer_bytes, config.page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
-                spec.dtype,
-            )
-            for layer in range(spec.n_layers)
-        )  # fmt: skip
-        step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-        decoder = Decoder(spec, self._weights, self._kernels, cache, self._context, step_tokens)
-        pages = KvPages(xtensor.pool, self.entry.name, kv.page_tokens)
-        prefix = PrefixCache(pages, secrets.token_bytes(32))
-        limits = BatcherLimits(
-            context_tokens=self._context,
-            capacity_pages=kv_pages,
-            step_tokens=step_tokens,
-            sequences=config.max_num_seqs,
-            one_prompt_at_a_time=config.one_prompt_at_a_time,
-            prefix_caching=config.prefix_cache,
-        )
-        batcher = Batcher(pages, prefix, scarcity, limits)
-        runner = Runner(decoder, self._kernels, xtensor.slab, config.page_bytes)
-        return Engine(self.entry.name, batcher, pages, prefix, runner)
+        context = _context_tokens(entry.name, spec.context_tokens, config, kv, kv_pages)
+        opened.append(OpenedModel(entry, checkpoint, one, kv, kv_pages, context))
+    return tuple(opened)
 
-    def served(self, engine: Engine, device: DeviceThread, streams: Streams) -> ServedModel:
-        spec = self._checkpoint.spec
-        card = ModelCard(
-            id=self.entry.name,
-            created_s=int(time.time()),
-            context_tokens=self._context,
-            parameters=sum(slot.n * slot.k for slot in self._plan.entries),
-            weight_bytes=self._plan.total_bytes,
-            dtype=spec.dtype.value,
-            family=spec.family.value,
+
+def fill(
+    model: OpenedModel, xtensor: XTensor, kernels: Kernels, renderers: Renderers, threads: int, progress: Progress
+) -> FilledModel:
+    """Read the weights into pages of their own; the tokenizer is made meanwhile. Nothing is left behind on failure."""
+    name, start_s = model.entry.name, time.perf_counter()
+    transaction = xtensor.open_weights(name, model.placed.total_bytes)
+    require(transaction is not None, f"{name}: pages that were counted free are not there")
+    with ThreadPoolExecutor(1, "janus-tokenizer") as aside:
+        tokenizer = aside.submit(_tokenizer, model.checkpoint, renderers)
+        try:
+            weights = load_weights(
+                model.checkpoint, model.placed, kernels, transaction.array,
+                lambda done, total: progress(name, done, total), threads=threads,
+            )  # fmt: skip
+            filled = FilledModel(model, weights, tokenizer.result())
+        except BaseException:
+            transaction.rollback()
+            raise
+    transaction.commit()
+    log.info("%s: %s in %.2f s", name, format_bytes(model.placed.total_bytes), time.perf_counter() - start_s)
+    return filled
+
+
+def engine_of(
+    model: FilledModel, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
+) -> Engine:
+    """The device side of a filled model."""
+    opened = model.opened
+    name, spec, kv = opened.entry.name, opened.spec, opened.kv
+    cache = tuple(
+        kernels.cache_layer(
+            xtensor.slab, layer * kv.layer_bytes, config.page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
+            spec.dtype,
         )
-        eos_ids = tuple(dict.fromkeys([*spec.eos_ids, *self._tokenizer.eos_ids]))
-        return ServedModel(
-            card=card,
-            defaults=_defaults(spec.sampling, self.entry.sampling),
-            tokenizer=self._tokenizer,
-            eos_ids=eos_ids,
-            vocab=spec.vocab,
-            refuse_unfit=engine.batcher.refuse_unfit,
-            device=device,
-            streams=streams,
-        )
+        for layer in range(spec.n_layers)
+    )  # fmt: skip
+    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    decoder = Decoder(spec, model.weights, kernels, cache, opened.context_tokens, step_tokens)
+    pages = KvPages(xtensor.pool, name, kv.page_tokens)
+    limits = BatcherLimits(
+        context_tokens=opened.context_tokens,
+        capacity_pages=opened.kv_pages,
+        step_tokens=step_tokens,
+        sequences=config.max_num_seqs,
+        one_prompt_at_a_time=config.one_prompt_at_a_time,
+        prefix_caching=config.prefix_cache,
+    )
+    batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
+    return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))
+
+
+def served(model: FilledModel, device: DeviceThread, streams: Streams) -> ServedModel:
+    """The loop side of a filled model."""
+    opened, spec = model.opened, model.opened.spec
+    card = ModelCard(
+        id=opened.entry.name,
+        created_s=int(time.time()),
+        context_tokens=opened.context_tokens,
+        parameters=sum(slot.n * slot.k for slot in opened.placed.entries),
+        weight_bytes=opened.placed.total_bytes,
+        dtype=spec.dtype.value,
+        family=spec.family.value,
+    )
+    # A tokenizer may know ids that the model has no row for; such an id can never be drawn.
+    eos_ids = (i for i in dict.fromkeys([*spec.eos_ids, *model.tokenizer.eos_ids]) if i < spec.vocab)
+    defaults = _defaults(spec.sampling, opened.entry.sampling)
+    target = Target(card.id, card.context_tokens, spec.vocab, tuple(eos_ids), defaults)
+    return ServedModel(card, target, model.tokenizer, device, streams)
 
 
 def _dtype(config: ServeConfig) -> DType | None:
@@ -159,7 +195,7 @@ def _context_tokens(name: str, supported: int, config: ServeConfig, kv: KvLayout
     asked = config.max_model_len
     if asked is None:
         if holds < 2:
-            raise BadConfig(f"{name}: no memory is left for its KV cache; raise memory or serve fewer models")
+            raise BadConfig(f"{name}: {holds} tokens of KV memory are left; raise --memory or serve fewer models")
         return min(supported, holds)
     if asked > supported:
         raise BadConfig(f"max-model-len {asked} is more than {name} supports ({supported} tokens)")
@@ -169,11 +205,3 @@ def _context_tokens(name: str, supported: int, config: ServeConfig, kv: KvLayout
             f"{holds} tokens fit: lower it or raise memory"
         )
     return asked
-
-
-def _too_small(name: str, need_bytes: int, xtensor: XTensor) -> str:
-    free = xtensor.pool.free_pages * xtensor.page_bytes
-    return (
-        f"{name}: its weights take {format_bytes(need_bytes)} and {format_bytes(free)} of memory are left; "
-        f"start with a larger --memory, or serve fewer models"
-    )

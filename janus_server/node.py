@@ -17,7 +17,7 @@ from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.choose import choose
 from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
-from janus_server.lifecycle import Loading, Progress
+from janus_server.lifecycle import Progress, engine_of, fill, open_models, served
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
 from janus_server.types import BatcherStats, Owner
@@ -33,25 +33,34 @@ class Node:
         self.models: Mapping[str, ServedModel] = MappingProxyType({})
         self.streams = Streams()
         self.pool_pages = config.memory_bytes // config.page_bytes
-        self._reason: str | None = "the models are still loading"
-        self._xtensor: XTensor | None = None
+        self.free_pages = self.pool_pages
+        self._loaded = False
+        self._draining: str | None = None
         self._device: DeviceThread | None = None
         self._toucher: TouchAhead | None = None
         self._renderers = Renderers()
-        self._stats: dict[str, BatcherStats] = {}
-        self._pages: dict[Owner, int] = {}
-        self.free_pages = self.pool_pages
+        self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
+        self._pages: Mapping[Owner, int] = MappingProxyType({})
         self._listeners: list[Callable[[StepReport], None]] = []
 
     def on_step(self, listener: Callable[[StepReport], None]) -> None:
         """`listener` is called on the loop after each step (metrics)."""
         self._listeners.append(listener)
 
-    def ready(self) -> str | None:
-        """None when requests are served, else the reason why not."""
-        if self._reason is None and self._device is not None and not self._device.alive:
+    def refusing(self) -> str | None:
+        """Why no model can take requests just now, or None."""
+        if self._draining is not None:
+            return self._draining
+        if not self._loaded:
+            return "the models are still loading"
+        if self._device is None or not self._device.alive:
             return "the device thread has ended"
-        return self._reason
+        return None
+
+    def ready(self) -> str | None:
+        """None when every model takes requests, else the reason why not."""
+        failed = [name for name, model in self.models.items() if model.failed]
+        return self.refusing() or (f"stopped after an error: {', '.join(failed)}" if failed else None)
 
     def stats(self) -> Mapping[str, BatcherStats]:
         return self._stats
@@ -61,34 +70,35 @@ class Node:
         return self._pages
 
     def load(self, loop: asyncio.AbstractEventLoop, progress: Progress) -> None:
-        """Load every configured model, then start the device thread. On a worker thread; raises BadModel, BadConfig."""
+        """Load every configured model, then start the device thread. On a worker thread; raises BadModel, BadConfig.
+
+        `progress` may raise to stop it: nothing runs then, and the process is expected to end.
+        """
         config = self._config
         kernels, reasons = choose(config.kernels.value, config.threads, config.cache_dir)
         for reason in reasons:
             log.debug("%s", reason)
-        xtensor = self._xtensor = XTensor(config.memory_bytes, config.page_bytes)
+        opened = open_models(config, kernels)
+        xtensor = XTensor(config.memory_bytes, config.page_bytes)
         toucher = self._toucher = TouchAhead(xtensor)
         scarcity = Scarcity(xtensor.pool)
-        device = self._device = DeviceThread(
-            xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below
-        )
-        loaded = [Loading(entry, config, kernels, xtensor, self._renderers, progress) for entry in config.models]
-        served = {}
-        for one in loaded:
-            engine = one.engine(scarcity)
+        device = DeviceThread(
+            xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below,
+            xtensor.close_weights,
+        )  # fmt: skip
+        models, stats = {}, {}
+        for one in opened:
+            filled = fill(one, xtensor, kernels, self._renderers, config.threads, progress)
+            engine = engine_of(filled, config, xtensor, kernels, scarcity)
             device.post(Attach(engine))
-            served[one.entry.name] = one.served(engine, device, self.streams)
-            self._stats[one.entry.name] = engine.batcher.stats()
-        self._pages = xtensor.pool.held()
-        self.free_pages = xtensor.pool.free_pages
+            models[engine.model] = served(filled, device, self.streams)
+            stats[engine.model] = engine.batcher.stats()
         toucher.below(xtensor.pool.n_pages)
-        device.start()
-        self.models = MappingProxyType(served)
-        self._reason = None
+        loop.call_soon_threadsafe(self._serve, device, models, stats, xtensor.pool.held(), xtensor.pool.free_pages)
 
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
-        self._reason = reason
+        self._draining = reason
 
     def end_all(self) -> None:
         """End what still runs with an error event."""
@@ -96,7 +106,7 @@ class Node:
             self._device.post(EndAll())
 
     def close(self) -> None:
-        """Stop the device thread after its step and give the memory back."""
+        """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
         if self._toucher is not None:
             self._toucher.close()
         if self._device is not None and self._device.alive:
@@ -104,11 +114,23 @@ class Node:
             self._device.join(timeout_s=60.0)
         self._renderers.close()
 
+    def _serve(
+        self, device: DeviceThread, models: dict[str, ServedModel], stats: dict[str, BatcherStats],
+        pages: dict[Owner, int], free_pages: int,
+    ) -> None:  # fmt: skip
+        """Everything is loaded: show it to the loop in one piece, and start."""
+        self._device = device
+        self.models = MappingProxyType(models)
+        self._stats = MappingProxyType(stats)
+        self._pages, self.free_pages = pages, free_pages
+        self._loaded = True
+        device.start()
+
     def _deliver(self, report: StepReport) -> None:
-        self._stats[report.model] = report.stats
-        self._pages = report.pages
-        self.free_pages = report.free_pages
-        if report.failed and report.model in self.models:
+        if report.stats is not None:
+            self._stats = MappingProxyType({**self._stats, report.model: report.stats})
+        self._pages, self.free_pages = report.pages, report.free_pages
+        if report.failed:
             self.models[report.model].failed = True
         self.streams.deliver(report)
         for listener in self._listeners:

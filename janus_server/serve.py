@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
+import os
 import signal
+import socket
 import sys
 import time
 
@@ -31,14 +34,30 @@ def run(config: ServeConfig) -> int:
         level=config.log_level.value.upper(), stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s"
     )
     try:
-        return uvloop.run(_serve(config))
+        with bind(config.host, config.port) as listening:
+            return uvloop.run(_serve(config, listening))
     except (BadConfig, BadModel) as error:
         print(f"janus: {error}", file=sys.stderr)
         return 2
 
 
-async def _serve(config: ServeConfig) -> int:
-    start = time.perf_counter()
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to that address, before anything slow begins; BadConfig when it cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except socket.gaierror:
+        raise BadConfig(f"--host {host}: no such address; 127.0.0.1 is this machine, 0.0.0.0 every network") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use by another process; choose another with --port (0 takes any free one)"
+        else:
+            reason = f"cannot be listened on: {os.strerror(error.errno or 0)}"
+        raise BadConfig(f"{host} port {port} {reason}") from None
+
+
+async def _serve(config: ServeConfig, listening: socket.socket) -> int:
+    start_s = time.perf_counter()
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -49,33 +68,26 @@ async def _serve(config: ServeConfig) -> int:
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.http.listen import Listener
 
+    server = await Listener.open(node, listening)
     try:
-        server = await Listener.open(node, config)
-    except BadConfig:
-        stop.set()
-        with contextlib.suppress(LoadStopped, BadConfig, BadModel):
+        with contextlib.suppress(LoadStopped):
             await loading
-        raise
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    progress.close()
-    try:
-        if loading.done():
-            loading.result()
-            _announce(config, node, server.url, time.perf_counter() - start)
+            progress.close()
+            _announce(config, node, _url(config, listening), time.perf_counter() - start_s)
             # What start-up left behind lives as long as the process: keep the collector from walking it again.
             gc.collect()
             gc.freeze()
-            await stopping
+            await stop.wait()
             await _drain(config, node)
-        else:
-            with contextlib.suppress(LoadStopped):
-                await loading
     finally:
-        stopping.cancel()
         await server.close()
         await asyncio.to_thread(node.close)
     return 0
+
+
+def _url(config: ServeConfig, listening: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{listening.getsockname()[1]}"
 
 
 def _on_signal(stop: asyncio.Event) -> None:

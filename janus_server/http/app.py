@@ -11,60 +11,26 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from janus_server import types
 from janus_server.api import plan, reply
 from janus_server.api.bodies import ChatBody, CompletionBody, Limits
 from janus_server.errors import Refused
 from janus_server.http.edge import SSE, Guard, stamp
-from janus_server.http.merge import Merged
 from janus_server.http.sse import SseWriter
-from janus_server.metrics import CONTENT_TYPE, CallWatch, Gauged, Metrics
+from janus_server.metrics import CONTENT_TYPE, CallWatch, Metrics
+
+if TYPE_CHECKING:
+    from janus_server.instance import Call, ServedModel
+    from janus_server.node import Node
+    from janus_server.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-
-class Tokenizer(reply.TokenNames, Protocol):
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
-
-    def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any] | None,
-    ) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str: ...
-
-
-class ServedModel(Protocol):
-    """A model as the API sees it. `generate` raises Refused before its first delta; closing it aborts the request."""
-
-    card: types.ModelCard
-    defaults: types.Sampling
-    eos_ids: tuple[int, ...]
-    vocab: int
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    def generate(self, request: types.Request) -> AsyncGenerator[types.Delta, None]: ...
-
-
-class Node(Gauged, Protocol):
-    @property
-    def models(self) -> Mapping[str, ServedModel]: ...
-
-    def ready(self) -> str | None:
-        """None when requests can be served, else the reason in a few words."""
 
 
 def build_app(node: Node, *, metrics: Metrics, limits: Limits) -> web.Application:
@@ -106,7 +72,9 @@ class Front:
         return _json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        self._check_ready()
+        reason = self._node.ready()
+        if reason is not None:
+            raise _not_ready(reason)
         return _json_response({"status": "ready"})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -129,7 +97,7 @@ class Front:
         body = plan.parse_chat(await self._read(request), self._limits)
         model = self._serving(body.model)
         prompt = await self._encode_chat(model, body)
-        call = plan.plan_chat(body, prompt, _target(model), self._limits, _label("chatcmpl-"))
+        call = plan.plan_chat(body, prompt, model.target, self._limits, _label("chatcmpl-"))
         return await self._answer(request, model, call, arrived_s)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -137,7 +105,7 @@ class Front:
         body = plan.parse_completion(await self._read(request), self._limits)
         model = self._serving(body.model)
         prompts, echo = await self._encode_prompts(model, body)
-        call = plan.plan_completion(body, prompts, echo, _target(model), self._limits, _label("cmpl-"))
+        call = plan.plan_completion(body, prompts, echo, model.target, self._limits, _label("cmpl-"))
         return await self._answer(request, model, call, arrived_s)
 
     async def _answer(
@@ -147,8 +115,8 @@ class Front:
         watch = CallWatch(metrics, call, arrived_s)
         answer = self._stream if call.stream else self._whole
         try:
-            async with Merged([model.generate(r) for r in call.requests]) as merged:
-                return await answer(request, model, call, merged, watch)
+            async with model.submit(call.requests) as running:
+                return await answer(request, model, call, running, watch)
         except (asyncio.CancelledError, ConnectionError):
             metrics.disconnects.inc()
             raise
@@ -156,10 +124,10 @@ class Front:
             watch.end(time.monotonic())
 
     async def _whole(
-        self, request: web.Request, model: ServedModel, call: plan.Call, merged: Merged, watch: CallWatch
+        self, request: web.Request, model: ServedModel, call: plan.Call, running: Call, watch: CallWatch
     ) -> web.StreamResponse:
         whole = reply.WholeReply(call, model.tokenizer)
-        while (news := await merged.take(self._limits.keep_alive_s)) is not None:
+        while (news := await running.take(self._limits.keep_alive_s)) is not None:
             now = time.monotonic()
             for item in news:
                 watch.delta(item.prompt, item.delta, now)
@@ -169,11 +137,11 @@ class Front:
         return web.Response(body=whole.body(), content_type="application/json")
 
     async def _stream(
-        self, request: web.Request, model: ServedModel, call: plan.Call, merged: Merged, watch: CallWatch
+        self, request: web.Request, model: ServedModel, call: plan.Call, running: Call, watch: CallWatch
     ) -> web.StreamResponse:
         streamed = reply.StreamReply(call, model.tokenizer)
         sse = request[SSE] = SseWriter(request, self._limits.stall_s)
-        while (news := await merged.take(self._limits.keep_alive_s)) is not None:
+        while (news := await running.take(self._limits.keep_alive_s)) is not None:
             if not news:
                 await sse.ping()
                 continue
@@ -201,10 +169,9 @@ class Front:
 
     def _check_ready(self) -> None:
         """Refuse while requests are not taken: before the models are there, and while the server drains."""
-        reason = self._node.ready()
+        reason = self._node.refusing()
         if reason is not None:
-            message = f"not ready: {reason}"
-            raise Refused(message, status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
+            raise _not_ready(reason)
 
     def _find(self, name: str) -> ServedModel:
         model = self._node.models.get(name)
@@ -253,7 +220,7 @@ class Front:
         many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
         for i, prompt in enumerate(given):
             if not isinstance(prompt, str):
-                plan.check_ids(prompt, model.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
+                plan.check_ids(prompt, model.target.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
         work = functools.partial(_encode_all, model.tokenizer, given, body)
         long = sum(len(prompt) for prompt in given) > self._limits.inline_chars
         return await self._on_thread(work) if long else work()
@@ -278,13 +245,13 @@ def _encode_all(
     return prompts, echo
 
 
-def _target(model: ServedModel) -> plan.Target:
-    return plan.Target(model.card.id, model.card.context_tokens, model.vocab, model.eos_ids, model.defaults)
-
-
 def _label(prefix: str) -> plan.Label:
     seed = int.from_bytes(os.urandom(8)) >> 1
     return plan.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)
+
+
+def _not_ready(reason: str) -> Refused:
+    return Refused(f"not ready: {reason}", status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
 
 
 def _too_large(limit: int) -> Refused:

@@ -12,7 +12,10 @@ import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from fake_call import Merged
+
 from janus_server import types
+from janus_server.api.plan import Target
 from janus_server.errors import Refused
 
 BOS, EOS, VOCAB = 256, 257, 300
@@ -57,10 +60,8 @@ class FakeModel:
 
     def __init__(self, name: str = "fake", context: int = 512) -> None:
         self.card = types.ModelCard(name, 1_700_000_000, context, 1000, 4000, "float32", "fake")
-        self.defaults = types.Sampling(temperature=0.7, top_p=0.9)
+        self.target = Target(name, context, VOCAB, (EOS,), types.Sampling(temperature=0.7, top_p=0.9))
         self.tokenizer = ByteTokenizer()
-        self.eos_ids = (EOS,)
-        self.vocab = VOCAB
         self.gate = asyncio.Event()
         self.gate.set()
         self.refusal: Refused | None = None
@@ -70,6 +71,9 @@ class FakeModel:
         self.requests: list[types.Request] = []
         self.live: set[str] = set()
         self.aborted: list[str] = []
+
+    def submit(self, requests: Sequence[types.Request]) -> Merged:
+        return Merged([self.generate(request) for request in requests])
 
     async def generate(self, request: types.Request) -> AsyncGenerator[types.Delta, None]:
         self.requests.append(request)
@@ -131,6 +135,9 @@ class FakeNode:
         self.free_pages = 60
 
     def ready(self) -> str | None:
+        return self.reason
+
+    def refusing(self) -> str | None:
         return self.reason
 
     def stats(self) -> dict[str, types.BatcherStats]:

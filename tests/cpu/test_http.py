@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -120,7 +121,7 @@ async def test_stop_and_sampling_reach_the_engine(server: Server) -> None:
 
 
 async def test_long_text_is_encoded_off_the_loop_alike(server: Server) -> None:
-    server.model.card = type(server.model.card)("fake", 0, 10_000, 1, 1, "float32", "fake")
+    server.model.target = msgspec.structs.replace(server.model.target, context_tokens=10_000)
     await server.openai.completions.create(model="fake", prompt="é" * 3000, max_tokens=1)
     assert bytes(server.model.requests[0].prompt[1:]).decode() == "é" * 3000
 

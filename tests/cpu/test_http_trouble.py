@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from fake_call import Merged
 from fake_engine import FakeModel, settled
 from http_server import CHAT, HI, Server, is_error, served
 
 from janus_server import types
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
-from janus_server.http.merge import Merged
 
 
 @pytest_asyncio.fixture

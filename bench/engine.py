@@ -44,17 +44,14 @@ class Burst(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    copy_bytes_s = {n: copy_bandwidth(n) for n in sorted({1, options.threads})}
-    launches = [_launch(options) for _ in range(options.repeats)]
-    for server in launches[:-1]:
-        server.stop()
-    server = launches[-1]
-    try:
-        figures = _measure(server, options)
-    finally:
-        server.stop()
-    figures["launch_to_first_token_s"] = statistics.median(s.first_token_s for s in launches)
-    figures["copy_bytes_s"] = copy_bytes_s[options.threads]
+    figures = {"copy_bytes_s": copy_bandwidth(options.threads)}
+    launches = []
+    for _ in range(options.repeats):
+        with _launch(options) as server:
+            launches.append(server.first_token_s)
+            if len(launches) == options.repeats:
+                figures |= _measure(server, options)
+    figures["launch_to_first_token_s"] = statistics.median(launches)
     _print(figures, options)
     if options.json is not None:
         options.json.write_text(json.dumps({"model": options.model, "threads": options.threads, **figures}, indent=1))
@@ -81,17 +78,20 @@ def copy_bandwidth(threads: int, size_bytes: int = 256 << 20, passes: int = 5) -
 class Server:
     """A `janus serve` child and the time from its launch to the first token a client got."""
 
-    def __init__(self, command: list[str], model: str) -> None:
+    def __init__(self, command: list[str]) -> None:
         start = time.perf_counter()
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         self.log = ""
         self.port = self._wait_for_port()
-        asyncio.run(_stream(self.port, {"model": model, "prompt": [5], "max_tokens": 1}))
+        asyncio.run(_stream(self.port, {"prompt": [5], "max_tokens": 1}))
         self.first_token_s = time.perf_counter() - start
         # The pipe must not fill while the benchmark runs.
         threading.Thread(target=self._drain, daemon=True).start()
 
-    def stop(self) -> None:
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGINT)
         self._process.wait(60)
 
@@ -118,40 +118,34 @@ class Server:
 
 
 def _launch(options: argparse.Namespace) -> Server:
-    model = f"m={options.model}" if Path(options.model).exists() else options.model
-    name = "m" if "=" in model else model
-    options.name = name
-    command = [sys.executable, "-m", "janus_server", "serve", model, "--port", "0", "--threads", str(options.threads)]
-    return Server([*command, *options.serve], name)
+    command = [sys.executable, "-m", "janus_server", "serve", options.model, "--served-model-name", "m", "--port", "0"]
+    return Server([*command, "--threads", str(options.threads), *options.serve])
 
 
 def _measure(server: Server, options: argparse.Namespace) -> dict[str, float]:
     rng = random.Random(7)
     card = _card(server.port)
     figures: dict[str, float] = {"weight_bytes": card["weight_bytes"]}
-    _burst(server, options.name, rng, 2, 16, 8)  # warm: every code path once, pages touched
+    _burst(server, rng, 2, 16, 8)  # warm: every code path once, pages touched
     for streams in (1, 4, 16):
         runs = []
         before = server.metrics()
         for _ in range(options.repeats):
-            runs.append(_burst(server, options.name, rng, streams, PROMPT_TOKENS, OUTPUT_TOKENS))
+            runs.append(_burst(server, rng, streams, PROMPT_TOKENS, OUTPUT_TOKENS))
         after = server.metrics()
         figures[f"decode_{streams}_tok_s"] = statistics.median(streams / statistics.median(r.tpot_s) for r in runs)
         figures[f"batch_{streams}_tok_s"] = statistics.median(streams * OUTPUT_TOKENS / r.wall_s for r in runs)
         spent = after["janus_step_seconds_sum"] - before["janus_step_seconds_sum"]
         device = after["janus_step_device_seconds_total"] - before["janus_step_device_seconds_total"]
         figures[f"overhead_{streams}"] = 1 - device / spent
-    long = [_burst(server, options.name, rng, 1, PREFILL_TOKENS, 1) for _ in range(options.repeats)]
+    long = [_burst(server, rng, 1, PREFILL_TOKENS, 1) for _ in range(options.repeats)]
     figures["prefill_tok_s"] = PREFILL_TOKENS / statistics.median(r.ttft_s[0] for r in long)
     figures["peak_rss_bytes"] = server.peak_rss_bytes()
     return figures
 
 
-def _burst(server: Server, model: str, rng: random.Random, streams: int, prompt: int, output: int) -> Burst:
-    bodies = [
-        {"model": model, "prompt": [rng.randrange(5, 250) for _ in range(prompt)], "max_tokens": output}
-        for _ in range(streams)
-    ]
+def _burst(server: Server, rng: random.Random, streams: int, prompt: int, output: int) -> Burst:
+    bodies = [{"prompt": [rng.randrange(5, 250) for _ in range(prompt)], "max_tokens": output} for _ in range(streams)]
 
     async def run() -> list[list[float]]:
         return list(await asyncio.gather(*(_stream(server.port, body) for body in bodies)))
@@ -165,7 +159,7 @@ def _burst(server: Server, model: str, rng: random.Random, streams: int, prompt:
 
 async def _stream(port: int, body: dict[str, object]) -> list[float]:
     """When each token's event of one streaming completion arrived. Raw sockets: the client shares these cores."""
-    payload = json.dumps({**body, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    payload = json.dumps({**body, "model": "m", "temperature": 0, "ignore_eos": True, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + payload)
@@ -173,8 +167,10 @@ async def _stream(port: int, body: dict[str, object]) -> list[float]:
     if b" 200 " not in status.split(b"\r\n", 1)[0]:
         raise SystemExit(f"the server refused: {(await reader.read(2000)).decode(errors='replace')}")
     arrivals: list[float] = []
+    rest = b""
     while chunk := await reader.read(65536):
-        arrivals += [time.perf_counter()] * chunk.count(b'"text":')
+        *events, rest = (rest + chunk).split(b"\n\n")
+        arrivals += [time.perf_counter()] * sum(b'"text":' in event for event in events)
     writer.close()
     return arrivals
 

@@ -100,11 +100,11 @@ def serve_config(
     """
     table = _read_file(file) if file is not None else {}
     listed = table.pop("models", {})
-    values = {key: (raw, f"{key} in {file}") for key, raw in table.items()}
-    values |= {key: (raw, f"--set {key}") for key, raw in map(_parse_set, sets)}
-    values |= {key: (raw, _setting(key, key).flags[0]) for key, raw in flags.items()}
+    given = [(key, raw, f"{key} in {file}") for key, raw in table.items()]
+    given += [(key, raw, f"--set {key}") for key, raw in map(_parse_set, sets)]
+    given += [(key, raw, _setting(key, key).flags[0]) for key, raw in flags.items()]
     fields: dict[str, Any] = {}
-    for key, (raw, source) in values.items():
+    for key, raw, source in given:  # later ones win
         setting = _setting(key, source)
         fields[setting.field] = _read(setting, raw, source)
     entries = _entries(models, listed, served_model_name)
@@ -168,6 +168,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise BadConfig(f"cannot read {file}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{file} is not TOML: {error}") from None
+    except RecursionError:
+        raise BadConfig(f"{file} is nested too deeply") from None
     return table
 
 
@@ -182,6 +184,8 @@ def _setting(key: str, source: str) -> Setting:
     """The knob of that key, with - or _ between words."""
     wanted = key.replace("-", "_")
     found = next((setting for setting in SETTINGS if setting.key == wanted), None)
+    if wanted == "models":
+        raise BadConfig(f"{source}: models are given as arguments, or in the [models] table of a config file")
     if found is None:
         hint = nearest(wanted, [setting.key for setting in SETTINGS] + ["models"])
         raise BadConfig(f"{source}: there is no such setting{hint}")

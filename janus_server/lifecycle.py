@@ -79,8 +79,8 @@ def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...
     if kv_pages <= 0:
         need = format_bytes(weights * config.page_bytes)
         raise BadConfig(
-            f"the weights take {need} and --memory is {format_bytes(config.memory_bytes)}; give more (the KV cache needs "
-            "some too) or serve fewer models"
+            f"the weights take {need} and --memory is {format_bytes(config.memory_bytes)}; give more (the KV cache "
+            "needs some too) or serve fewer models"
         )
     opened = []
     for entry, checkpoint, one in zip(config.models, checkpoints, placed, strict=True):

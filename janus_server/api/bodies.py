@@ -26,10 +26,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     total_tokens bounds n · prompts · max_tokens of one call. logprobs is 20 in both APIs, although OpenAI's completions
     stop at 5. stall_s is how long a reader may leave a full socket before its request is cancelled. Text longer than
-    inline_chars is encoded on a thread of its own (2048 characters take about 0.5 ms).
+    inline_chars is encoded on a thread of its own (2048 characters take about 0.5 ms); text longer than hopeless_chars
+    is first checked against what the context could hold.
     """
 
-    body_bytes: int = 32 * 1024 * 1024
+    body_bytes: int = 4 << 20
     body_s: float = 60.0
     header_line_bytes: int = 16 * 1024
     headers: int = 128
@@ -46,8 +47,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float = 15.0
     stall_s: float = 60.0
     inline_chars: int = 2048
+    hopeless_chars: int = 1 << 16
     encode_threads: int = 2
-    shutdown_s: float = 5.0
+    shutdown_s: float = 1.0
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -125,6 +125,14 @@ def messages_of(body: ChatBody) -> list[dict[str, Any]]:
     return messages
 
 
+def content_chars(message: Mapping[str, Any]) -> int:
+    """Characters of a message's text, parts included."""
+    content = message["content"]
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text") or "") for part in content or ())
+
+
 def plan_chat(body: ChatBody, prompt: Sequence[int], target: Target, limits: Limits, label: Label) -> Call:
     """The call that answers a chat body whose rendered and encoded prompt is `prompt`."""
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -141,6 +149,16 @@ def plan_completion(
 ) -> Call:
     """The call that answers a completion body; prompts and echo texts are in the order of `prompts_of`."""
     return _plan(Kind.COMPLETION, body, prompts, echo, body.logprobs, target, limits, label)
+
+
+def refuse_hopeless(chars: int, longest_token_chars: int, target: Target, param: str) -> None:
+    """Refuse a text that cannot fit the context however it is cut, before it costs a second to cut it."""
+    if chars > target.context_tokens * longest_token_chars:
+        raise Refused(
+            f"the text has {chars} characters; the model's context of {target.context_tokens} tokens cannot hold them",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def check_ids(ids: Sequence[int], vocab: int, param: str, name: str) -> None:

@@ -134,7 +134,9 @@ class Front:
                 if (refused := reply.failure(item.delta)) is not None:
                     raise refused
                 whole.add(item.prompt, item.delta)
-        return web.Response(body=whole.body(), content_type="application/json")
+        # 128 choices with 20 log probabilities a token can take seconds to write: not on the loop.
+        body = await self._on_thread(whole.body) if call.logprobs is not None else whole.body()
+        return web.Response(body=body, content_type="application/json")
 
     async def _stream(
         self, request: web.Request, model: ServedModel, call: plan.Call, running: Call, watch: CallWatch
@@ -203,11 +205,13 @@ class Front:
         return bytes(body)
 
     async def _encode_chat(self, model: ServedModel, body: ChatBody) -> list[int]:
+        messages = plan.messages_of(body)
+        self._refuse_hopeless(model, sum(map(plan.content_chars, messages)), "messages")
         # A template is a program that came with the checkpoint: it never runs on the loop.
         return await self._on_thread(
             functools.partial(
                 model.tokenizer.encode_chat,
-                plan.messages_of(body),
+                messages,
                 tools=None,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 kwargs=body.chat_template_kwargs,
@@ -221,9 +225,17 @@ class Front:
         for i, prompt in enumerate(given):
             if not isinstance(prompt, str):
                 plan.check_ids(prompt, model.target.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
+        for text in given:
+            if isinstance(text, str):
+                self._refuse_hopeless(model, len(text), "prompt")
         work = functools.partial(_encode_all, model.tokenizer, given, body)
         long = sum(len(prompt) for prompt in given) > self._limits.inline_chars
         return await self._on_thread(work) if long else work()
+
+    def _refuse_hopeless(self, model: ServedModel, chars: int, param: str) -> None:
+        # Short texts need no look at the vocabulary, which takes 60 ms once.
+        if chars > self._limits.hopeless_chars:
+            plan.refuse_hopeless(chars, model.tokenizer.longest_token_chars, model.target, param)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -8,6 +8,7 @@ nobody else holds are evicted least recently used first, leaves before parents, 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from array import array
@@ -32,15 +33,20 @@ class Match(msgspec.Struct, frozen=True):
     partial: int | None = None
     partial_tokens: int = 0
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Every page that the caller holds for it."""
+        return self.pages if self.partial is None else (*self.pages, self.partial)
+
 
 class _Node:
     """One cached page. `key` is its identity; children are nodes whose tokens continue this page.
 
-    by_first indexes the children by their first token, so that a partial match looks at few of the thousands of prompts
-    that can start at the root.
+    ordered are the children sorted by their tokens: the one that shares the longest start with a prompt stands next to
+    where the prompt itself would, so a partial match looks at two of the thousands that can start at the root.
     """
 
-    __slots__ = ("by_first", "children", "key", "page", "parent", "tokens")
+    __slots__ = ("children", "key", "ordered", "page", "parent", "tokens")
 
     def __init__(self, key: bytes, page: int, tokens: tuple[int, ...], parent: _Node | None) -> None:
         self.key = key
@@ -48,7 +54,7 @@ class _Node:
         self.tokens = tokens
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
-        self.by_first: dict[int, list[_Node]] = {}
+        self.ordered: list[_Node] = []
 
 
 class PrefixCache:
@@ -84,10 +90,24 @@ class PrefixCache:
             node = child
             path.append(node)
         partial, partial_tokens = self._best_partial(node, tokens[len(path) * size : limit])
-        for found in reversed(path if partial is None else [*path, partial]):
-            self._nodes.move_to_end(found.key)
-            self._kv.share(found.page)
-        return Match(tuple(found.page for found in path), None if partial is None else partial.page, partial_tokens)
+        match = Match(tuple(found.page for found in path), None if partial is None else partial.page, partial_tokens)
+        self.touch(match)
+        for page in match.held:
+            self._kv.share(page)
+        return match
+
+    def touch(self, match: Match) -> None:
+        """Count the pages of a match as used just now; all of them are cached still."""
+        for page in reversed(match.held):
+            self._nodes.move_to_end(self._by_page[page].key)
+
+    def continuations(self, match: Match) -> int:
+        """Cached pages that come right after the whole pages of `match`, which are cached still.
+
+        While that number stands and no page was given up, `match` would find the same again.
+        """
+        end = self._by_page[match.pages[-1]] if match.pages else self._root
+        return len(end.children)
 
     def publish(self, tokens: Tokens[int], pages: Tokens[int]) -> list[int]:
         """Remember that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
@@ -150,7 +170,7 @@ class PrefixCache:
     def _add(self, parent: _Node, page: int, tokens: tuple[int, ...]) -> _Node:
         node = _Node(self._key(parent.key, tokens), page, tokens, parent)
         parent.children[node.key] = node
-        parent.by_first.setdefault(tokens[0], []).append(node)
+        bisect.insort(parent.ordered, node, key=_tokens)
         self._nodes[node.key] = node
         self._by_page[page] = node
         self._kv.share(page)
@@ -161,25 +181,28 @@ class PrefixCache:
         parent = node.parent
         if parent is not None:
             del parent.children[node.key]
-            siblings = parent.by_first[node.tokens[0]]
-            siblings.remove(node)
-            if not siblings:
-                del parent.by_first[node.tokens[0]]
+            del parent.ordered[bisect.bisect_left(parent.ordered, node.tokens, key=_tokens)]
         del self._nodes[node.key]
         del self._by_page[node.page]
         self._kv.drop(node.page)
 
     def _best_partial(self, node: _Node, rest: Tokens[int]) -> tuple[_Node | None, int]:
         """The child of `node` that shares the longest non-empty start with `rest`."""
+        wanted = tuple(rest[: self._kv.page_tokens])
+        at = bisect.bisect_left(node.ordered, wanted, key=_tokens)
         best, best_tokens = None, 0
-        for child in node.by_first.get(rest[0], ()) if rest else ():
-            shared = _shared_start(child.tokens, rest)
+        for child in node.ordered[max(0, at - 1) : at + 1]:
+            shared = _shared_start(child.tokens, wanted)
             if shared > best_tokens:
                 best, best_tokens = child, shared
         return best, best_tokens
 
     def _key(self, parent: bytes, tokens: tuple[int, ...]) -> bytes:
         return hashlib.blake2b(parent + array("I", tokens).tobytes(), key=self._secret, digest_size=16).digest()
+
+
+def _tokens(node: _Node) -> tuple[int, ...]:
+    return node.tokens
 
 
 def _shared_start(a: Tokens[int], b: Tokens[int]) -> int:

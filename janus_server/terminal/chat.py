@@ -8,6 +8,7 @@ retitle the window.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import sys
@@ -118,13 +119,21 @@ _HELP: Final = """\
 /quit           leave (so does Ctrl-D)
 Ctrl-C stops an answer. \"\"\" begins and ends a text of several lines."""
 _COMMANDS: Final = ("/model", "/clear", "/save", "/help", "/quit")
+# What a broken, foreign or absent server can raise: a host label too long is a UnicodeError, an endless line the third.
+_NO_ANSWER: Final = (
+    aiohttp.ClientError, UnicodeError, aiohttp.http.HttpProcessingError, TimeoutError, msgspec.MsgspecError,
+)  # fmt: skip
 # C0 and C1 control characters but for newline and tab.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def run(options: ChatOptions) -> int:
     """Answer once when there is a prompt or piped text, else converse. 0: done, 1: no answer, 130: interrupted."""
-    options = msgspec.structs.replace(options, url=options.url.rstrip("/").removesuffix("/v1"))
+    url = options.url if "://" in options.url else f"http://{options.url}"
+    options = msgspec.structs.replace(options, url=url.rstrip("/").removesuffix("/v1"))
+    for stream in (sys.stdin, sys.stdout):  # what the terminal's encoding cannot say is shown as "?", not fatal
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     try:
         models = asyncio.run(_models(options.url))
@@ -256,7 +265,7 @@ async def _stream(options: ChatOptions, model: str, messages: list[dict[str, str
                     if data == b"[DONE]":
                         return
                     yield _piece(data)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+    except _NO_ANSWER as error:
         raise _unreachable(options.url, error) from None
     raise Failed("the server closed the connection before the answer was complete")
 
@@ -275,7 +284,7 @@ async def _models(url: str) -> list[str]:
             if response.status != 200:
                 raise Failed(_refusal(await response.read(), response.status))
             return [model.id for model in msgspec.json.decode(await response.read(), type=_Listed).data]
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+    except _NO_ANSWER as error:
         raise _unreachable(url, error) from None
 
 

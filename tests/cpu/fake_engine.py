@@ -24,6 +24,8 @@ BOS, EOS, VOCAB = 256, 257, 300
 class ByteTokenizer:
     """Token i < 256 is byte i; 256 begins a text, 257 ends it, the rest spell their number."""
 
+    longest_token_chars = 5
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return ([BOS] if add_special else []) + list(text.encode())
 

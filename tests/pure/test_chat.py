@@ -150,7 +150,7 @@ def test_answers_that_fail_say_why_and_exit_with_one(
     ("options", "expected"),
     [
         (ChatOptions(url="http://127.0.0.1:9", prompt="x"), "start one with: janus serve"),
-        (ChatOptions(url="nonsense", prompt="x"), "not a URL"),
+        (ChatOptions(url="nonsense", prompt="x"), "no server answers at http://nonsense"),
     ],
 )
 def test_without_a_server_the_remedy_is_shown(

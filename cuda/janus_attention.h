@@ -1,29 +1,23 @@
-// Paged causal attention: one task is one sequence, one kv head and a tile of query rows with all heads of the group.
+// Paged causal attention: a task is one sequence, one kv head and a tile of query rows with all heads of the group.
 //
-// Keys come in blocks of 64 absolute positions. A block's keys are packed like a weight panel (32 keys side by side) and
-// multiplied by the same micro-kernel as a matrix; its values are read where they lie. Both are shared by all rows of the
-// tile, yet each row's sums run in the same order as if it were alone: a score over head_dim in order, the softmax over
-// the 64 lanes as a fixed tree, the output over keys in order. A key that a row may not see weighs exactly 0. Hence a
-// row's bits do not depend on tile, chunk or pages (as long as values are finite: 0 times infinity is not 0).
+// Keys come in spans: runs of pages, or pieces of a large page, that depend on page_tokens alone. Within a span a score
+// is one chain over head_dim, the softmax goes over whole vectors of keys, the output over keys in order; spans are
+// folded in order. None of that depends on which rows share a tile, on chunks, page ids or threads: hence a row's bits
+// do not either. A value that a row may not see is not multiplied by a weight of zero, for it may be infinite.
 #pragma once
 
-#include "janus_matrix.h"
+#include <atomic>
+#include <tuple>
+
+#include "janus_scores.h"
 
 namespace janus {
 
-struct Cache {
-    char* base;  // layer's part of page 0: [2][kv_heads][page_tokens][head_dim]
-    int64_t page_stride, pages, kv_heads, page_tokens, head_dim;
-    int64_t bf16;
+constexpr int64_t TILE = 96;  // query rows x heads of the group that share a span of keys
 
-    int64_t row_bytes() const { return head_dim * (bf16 ? 2 : 4); }
-    char* row(int64_t page, int64_t value, int64_t head, int64_t slot) const {
-        return base + page * page_stride + ((value * kv_heads + head) * page_tokens + slot) * row_bytes();
-    }
+struct AttentionTile {
+    int64_t sequence, first, rows, end;  // end: one past the last position that its last row sees
 };
-
-constexpr int64_t KEYS = 64;
-constexpr int64_t TILE = 96;  // query rows x heads of the group that share a block of keys
 
 struct AttentionJob {
     const float* q;
@@ -32,72 +26,34 @@ struct AttentionJob {
     const Cache& cache;
     float scale;
     float* out;
+
+    int64_t group() const { return heads / cache.kv_heads; }
+    Runs runs(const AttentionTile& tile, int64_t head, const Spans& spans, int64_t span) const {
+        return Runs(cache, page_table + tile.sequence * table_width, head, spans, span, tile.end);
+    }
 };
 
-struct AttentionTile {
-    int64_t sequence, first, rows;
+static inline int64_t padded_width(int64_t columns) { return (columns + STRIP - 1) / STRIP * STRIP; }
+
+// What some keys gave the queries of a tile: sums of weighted values [queries][width], each query's maximum and sum.
+struct Partial {
+    float *acc, *top, *total;
+    static int64_t floats(int64_t queries, int64_t width) { return queries * (width + 2); }
+    static Partial at(float* memory, int64_t queries, int64_t width) {
+        return {memory, memory + queries * width, memory + queries * (width + 1)};
+    }
 };
 
-// acc[r][columns] = acc * fade[r] + sum over keys of p[r][key] * value row key: S strips from byte `at` of the value rows.
-// A strip of bf16 values is read as pairs: even columns in the first vector, odd ones in the second, and so kept in acc.
-template <int R, int S, bool BF16>
-static void add_values(const float* p, const char* const* values, int64_t at, int64_t width, int64_t keys,
-                       const float* fade, float* acc) {
-    vf sum[S][R][2];
-#pragma GCC unroll 8
-    for (int s = 0; s < S; s++)
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) sum[s][r][h] = load(acc + r * width + s * STRIP + h * W) * splat(fade[r]);
-    for (int64_t key = 0; key < keys; key++) {
-        const char* row = values[key] + at;
-#pragma GCC unroll 8
-        for (int s = 0; s < S; s++) {
-            vf v0, v1;
-            if (BF16) {
-                const vi pairs = load_bits(row + s * STRIP * 2);
-                v0 = (vf)(pairs << 16);
-                v1 = (vf)(pairs & (int32_t)0xffff0000);
-            } else {
-                v0 = load((const float*)row + s * STRIP);
-                v1 = load((const float*)row + s * STRIP + W);
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                vf x = splat(p[r * KEYS + key]);
-                sum[s][r][0] = fma(x, v0, sum[s][r][0]);
-                sum[s][r][1] = fma(x, v1, sum[s][r][1]);
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int s = 0; s < S; s++)
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) store(acc + r * width + s * STRIP + h * W, sum[s][r][h]);
-}
-
-typedef void (*AddValues)(const float*, const char* const*, int64_t, int64_t, int64_t, const float*, float*);
-
-template <bool BF16>
-static AddValues values_kernel(int rows, bool wide) {
-#define JANUS_ROWS(R) \
-    case R:           \
-        return wide ? add_values<R, strips_for(R), BF16> : add_values<R, 1, BF16>;
-    switch (rows) {
-        JANUS_ROWS(1) JANUS_ROWS(2) JANUS_ROWS(3) JANUS_ROWS(4) JANUS_ROWS(5) JANUS_ROWS(6)
-#if defined(__AVX512F__)
-        JANUS_ROWS(7) JANUS_ROWS(8) JANUS_ROWS(9) JANUS_ROWS(10) JANUS_ROWS(11) JANUS_ROWS(12)
-#endif
-    }
-#undef JANUS_ROWS
-    return nullptr;
-}
-
-static inline AddValues values_kernel(int rows, bool wide, bool bf16) {
-    return bf16 ? values_kernel<true>(rows, wide) : values_kernel<false>(rows, wide);
+// One query's sums of a later span join those of the spans before it.
+static inline void fold(const Partial& sum, const Partial& span, int64_t query, int64_t width) {
+    const float now = std::max(sum.top[query], span.top[query]);
+    const float fade = exp(splat(sum.top[query] - now))[0], share = exp(splat(span.top[query] - now))[0];
+    float* to = sum.acc + query * width;
+    const float* from = span.acc + query * width;
+    for (int64_t i = 0; i < width; i += W)
+        store(to + i, fma(load(from + i), splat(share), load(to + i) * splat(fade)));
+    sum.total[query] = sum.total[query] * fade + span.total[query] * share;
+    sum.top[query] = now;
 }
 
 // One row of acc over its total, columns back in order when they were kept as even and odd ones.
@@ -113,145 +69,181 @@ static inline void finish_row(const float* acc, float total, int64_t columns, bo
     }
 }
 
-// One row's scores of a block become weights; max and total are carried along. Returns the factor for what was summed
-// before.
-static inline float soften(float* scores, int64_t visible, float scale, float& top, float& total) {
-    constexpr int N = KEYS / W;
-    vf s[N];
-    vi lane;
-    for (int i = 0; i < W; i++) lane[i] = i;
-    const vf hidden = splat(-__builtin_inff());
-    vf highest = hidden;
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-        vi seen = lane + i * W < splat_bits((int32_t)std::min(visible, KEYS));
-        s[i] = seen ? load(scores + i * W) * splat(scale) : hidden;
-        highest = highest > s[i] ? highest : s[i];
+// A tile of one kv head: its queries as the kernels want them and the buffers of a worker. Query g is row g / group.
+struct HeadTile {
+    HeadTile(const AttentionJob& job, const AttentionTile& tile, int64_t head, Scratch& scratch)
+        : job(job), tile(tile), head(head), queries(tile.rows * job.group()), blocks(queries),
+          width(padded_width(job.cache.head_dim)), spans(job.cache.page_tokens) {
+        const int64_t d = job.cache.head_dim, q_floats = (queries * d + 15) / 16 * 16;
+        const int64_t part = (Partial::floats(queries, width) + 15) / 16 * 16;
+        q = (float*)scratch.reserve((q_floats + 2 * part + queries * SPAN) * 4);
+        sum = Partial::at(q + q_floats, queries, width);
+        span = Partial::at(q + q_floats + part, queries, width);
+        scores = q + q_floats + 2 * part;
     }
-    const float now = std::max(top, max_lanes(highest));
-    vf sum[N];
-#pragma GCC unroll 8
-    for (int i = 0; i < N; i++) {
-        sum[i] = exp(s[i] - splat(now));
-        store(scores + i * W, sum[i]);
+    int64_t query(int64_t g) const {  // where query g lies in q and out
+        return ((tile.first + g / job.group()) * job.heads + head * job.group() + g % job.group()) * job.cache.head_dim;
     }
-#pragma GCC unroll 4
-    for (int h = N / 2; h; h /= 2)
-#pragma GCC unroll 4
-        for (int i = 0; i < h; i++) sum[i] += sum[i + h];
-    const float fade = exp(splat(top - now))[0];
-    total = total * fade + sum_lanes(sum[0]);
-    top = now;
-    return fade;
-}
+    Runs runs(int64_t number) const { return job.runs(tile, head, spans, number); }
+    int64_t visible(int64_t g, int64_t start) const { return job.positions[tile.first + g / job.group()] + 1 - start; }
 
-// The buffers of one tile, carved from a worker's scratch.
-struct TileMemory {
-    TileMemory(Scratch& scratch, int64_t queries, const Cache& c) : width((c.head_dim + STRIP - 1) / STRIP * STRIP) {
-        const int64_t key_floats = KEYS / PANEL * panel_bytes(c.head_dim, c.bf16) / 4;
-        const int64_t q_floats = (queries * c.head_dim + 15) / 16 * 16, lines = (queries + 15) / 16 * 16;
-        const int64_t floats = key_floats + q_floats + KEYS * width + queries * (KEYS + width) + 3 * lines;
-        float* at = (float*)scratch.reserve(floats * 4);
-        auto take = [&](int64_t count) { float* here = at; at += count; return here; };
-        keys = take(key_floats);
-        q = take(q_floats);
-        padded = (char*)take(KEYS * width);
-        scores = take(queries * KEYS);
-        acc = take(queries * width);
-        top = take(lines);
-        total = take(lines);
-        fade = take(lines);
-    }
+    const AttentionJob& job;
+    const AttentionTile& tile;
+    int64_t head, queries;
+    RowBlocks blocks;
     int64_t width;  // head_dim rounded up to whole strips
-    float *keys, *q, *scores, *acc, *top, *total, *fade;
-    char* padded;              // value rows copied out where whole strips would read past a row's end
-    const char* values[KEYS];  // the value rows of the block at hand
+    Spans spans;
+    float *q, *scores;  // [head_dim][rows] a block of rows; [queries][SPAN]
+    Partial sum, span;
 };
 
-// Packs keys first … first+count-1 of one head and finds their values.
-static void gather_block(const AttentionJob& job, int64_t sequence, int64_t head, int64_t first, int64_t count,
-                         TileMemory& mem) {
-    const Cache& c = job.cache;
-    const int32_t* table = job.page_table + sequence * job.table_width;
-    const char* keys[KEYS];
-    const int64_t row_bytes = c.row_bytes(), value_offset = c.row(0, 1, 0, 0) - c.row(0, 0, 0, 0);
-    for (int64_t i = 0; i < count;) {  // a page at a time: its rows of one head are contiguous
-        const int64_t slot = (first + i) % c.page_tokens, rows = std::min(c.page_tokens - slot, count - i);
-        const char* key = c.row(table[(first + i) / c.page_tokens], 0, head, slot);
-        for (int64_t r = 0; r < rows; r++, i++, key += row_bytes) {
-            keys[i] = key;
-            mem.values[i] = key + value_offset;
+static void pack_queries(const HeadTile& t) {
+    const int64_t d = t.job.cache.head_dim;
+    for (int64_t b = 0; b < t.blocks.count; b++)
+        for (int r = 0; r < t.blocks.rows(b); r++) {
+            const float* from = t.job.q + t.query(t.blocks.start(b) + r);
+            float* to = t.q + t.blocks.start(b) * d + r;
+            for (int64_t i = 0; i < d; i++) to[i * t.blocks.rows(b)] = from[i] * t.job.scale;
         }
-    }
-    // Lanes past the last key repeat the first one: finite, and masked later.
-    for (int64_t i = count; i < KEYS; i++) keys[i] = keys[0];
-    for (int64_t p = 0; p * PANEL < count; p++)
-        pack_panel(keys + p * PANEL, c.head_dim, c.bf16, (char*)mem.keys + p * panel_bytes(c.head_dim, c.bf16));
-    if (c.head_dim == mem.width) return;
-    for (int64_t i = 0; i < count; i++) {
-        char* to = mem.padded + i * mem.width * 4;
-        memcpy(to, mem.values[i], row_bytes);
-        mem.values[i] = to;
+}
+
+// Sums of one span for every query of the tile that sees any of it. `next`: the keys that this worker reads after it.
+static void attend_span(const HeadTile& t, int64_t number, const Runs& next, const Partial& out) {
+    const Cache& c = t.job.cache;
+    const int64_t start = t.spans.first(number);
+    const Runs runs = t.runs(number);
+    const Columns keys(c, runs);
+    const RowKernels single = row_kernels(1, c.bf16);
+    const int wide = columns_for(t.blocks.rows(0));  // blocks differ by one row at most, and then have one answer
+    for (const ColumnGroup& g : keys.group)
+        for (int i = 0; i < g.count; i += wide)
+            for (int64_t b = 0; b < t.blocks.count; b++) {
+                const int64_t g0 = t.blocks.start(b);
+                const int rows = t.blocks.rows(b);
+                if (t.visible(g0 + rows - 1, start) <= 0) continue;
+                row_kernels(rows, c.bf16).score(t.q + g0 * c.head_dim, g, i, c.words(), t.scores + g0 * SPAN);
+            }
+    for (int64_t b = 0; b < t.blocks.count; b++) {
+        const int64_t g0 = t.blocks.start(b), g1 = g0 + t.blocks.rows(b);
+        if (t.visible(g1 - 1, start) <= 0) continue;
+        const RowKernels kernels = row_kernels((int)(g1 - g0), c.bf16);
+        float* scores = t.scores + g0 * SPAN;
+        for (int64_t g = g0; g < g1; g++)
+            soften(t.scores + g * SPAN, keys, t.visible(g, start), out.top[g], out.total[g]);
+        std::fill(out.acc + g0 * t.width, out.acc + g1 * t.width, 0.0f);
+        const int64_t common = t.visible(g0, start);  // what the first row sees, all see; then each goes on alone
+        kernels.add(scores, runs.clip(0, common, c.row_bytes()), b ? Runs() : next, c, t.width, out.acc + g0 * t.width);
+        for (int64_t g = g0; g < g1; g++) {
+            if (t.visible(g, start) <= common) continue;
+            const Runs own = runs.clip(common, t.visible(g, start), c.row_bytes());
+            single.add(t.scores + g * SPAN, own, Runs(), c, t.width, out.acc + g * t.width);
+        }
     }
 }
 
-static void attend_tile(const AttentionJob& job, const AttentionTile& tile, int64_t head, Scratch& scratch) {
-    const Cache& c = job.cache;
-    const int64_t group = job.heads / c.kv_heads, queries = tile.rows * group, d = c.head_dim;
-    TileMemory mem(scratch, queries, c);
-    const RowBlocks blocks(queries);
-    auto query = [&](int64_t g) {  // offset of query g = row * group + head in group, in q and out
-        return ((tile.first + g / group) * job.heads + head * group + g % group) * d;
-    };
-    for (int64_t b = 0; b < blocks.count; b++)
-        for (int r = 0; r < blocks.rows(b); r++) {
-            const float* from = job.q + query(blocks.start(b) + r);
-            float* to = mem.q + blocks.start(b) * d + r;
-            for (int64_t i = 0; i < d; i++) to[i * blocks.rows(b)] = from[i];
+// Folds a later span into what came before, for the queries that see any of it.
+static void fold_span(const HeadTile& t, int64_t number, const Partial& sum, const Partial& span) {
+    const int64_t start = t.spans.first(number);
+    for (int64_t g = 0; g < t.queries; g++)
+        if (t.visible(g, start) > 0) fold(sum, span, g, t.width);
+}
+
+static void finish(const HeadTile& t, const Partial& sum) {
+    const Cache& c = t.job.cache;
+    for (int64_t g = 0; g < t.queries; g++)
+        finish_row(sum.acc + g * t.width, sum.total[g], c.head_dim, c.bf16, t.job.out + t.query(g));
+}
+
+// A tile of one head as one task, or one span of it. The task that ends last of a divided tile folds the others.
+struct AttentionTask {
+    int64_t tile, head, span;  // span -1: all of them
+    int64_t cost;
+    int64_t partials, counter;  // where the first span's sums lie among all; which count of spans left is theirs
+};
+
+static void run_task(const AttentionJob& job, const AttentionTile& tile, const AttentionTask& task, const Runs& after,
+                     float* partials, std::atomic<int64_t>* left, Scratch& scratch) {
+    const HeadTile t(job, tile, task.head, scratch);
+    const int64_t spans = t.spans.count(tile.end), floats = Partial::floats(t.queries, t.width);
+    auto partial = [&](int64_t span) { return Partial::at(partials + span * floats, t.queries, t.width); };
+    pack_queries(t);
+    if (task.span < 0) {
+        for (int64_t i = 0; i < spans; i++) {
+            attend_span(t, i, i + 1 < spans ? t.runs(i + 1) : after, i ? t.span : t.sum);
+            if (i) fold_span(t, i, t.sum, t.span);
         }
-    std::fill(mem.acc, mem.acc + queries * mem.width, 0.0f);
-    std::fill(mem.total, mem.total + queries, 0.0f);
-    std::fill(mem.top, mem.top + queries, -__builtin_inff());
-    memset(mem.padded, 0, KEYS * mem.width * 4);
-    const int64_t end = job.positions[tile.first + tile.rows - 1] + 1;
-    for (int64_t first = 0; first < end; first += KEYS) {
-        const int64_t count = std::min(KEYS, end - first), strips = mem.width / STRIP;
-        gather_block(job, tile.sequence, head, first, count, mem);
-        const Matrix keys{(char*)mem.keys, (count + PANEL - 1) / PANEL * PANEL, d, c.bf16};
-        for (int64_t b = 0; b < blocks.count; b++) {
-            const int64_t g0 = blocks.start(b);
-            const int rows = blocks.rows(b);
-            const Target scores{mem.scores + g0 * KEYS, KEYS, nullptr, false, 0, 0};
-            dot_rows(rows, mem.q + g0 * d, keys, 0, keys.n / STRIP, scores);
-            for (int64_t g = g0; g < g0 + rows; g++) {
-                const int64_t visible = job.positions[tile.first + g / group] + 1 - first;
-                mem.fade[g] = soften(mem.scores + g * KEYS, visible, job.scale, mem.top[g], mem.total[g]);
-            }
-            const int wide = strips_for(rows);
-            for (int64_t s = 0; s < strips;) {
-                const bool many = s + wide <= strips;
-                const AddValues add = values_kernel(rows, many, c.bf16);
-                add(mem.scores + g0 * KEYS, mem.values, s * STRIP * (c.bf16 ? 2 : 4), mem.width, count, mem.fade + g0,
-                    mem.acc + g0 * mem.width + s * STRIP);
-                s += many ? wide : 1;
-            }
-        }
+        return finish(t, t.sum);
     }
-    for (int64_t g = 0; g < queries; g++)
-        finish_row(mem.acc + g * mem.width, mem.total[g], d, c.bf16, job.out + query(g));
+    attend_span(t, task.span, after, partial(task.span));
+    if (left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    for (int64_t i = 1; i < spans; i++) fold_span(t, i, partial(0), partial(i));
+    finish(t, partial(0));
+}
+
+static inline int64_t cost(const AttentionTile& tile, int64_t group) {
+    return (tile.rows * group + 8) * tile.end;  // a span's keys are read once, whatever the number of rows
+}
+
+static std::vector<AttentionTile> cut_tiles(const AttentionJob& job, const int32_t* query_start, int64_t sequences,
+                                            int threads) {
+    const int64_t group = job.group(), fair = query_start[sequences] * job.cache.kv_heads / (4 * threads);
+    const int64_t rows = std::max<int64_t>(1, std::min(TILE / group, std::max<int64_t>(RMAX / group, fair)));
+    std::vector<AttentionTile> tiles;
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t r = query_start[s]; r < query_start[s + 1]; r += rows) {
+            const int64_t last = std::min<int64_t>(r + rows, query_start[s + 1]);
+            tiles.push_back({s, r, last - r, job.positions[last - 1] + 1});
+        }
+    return tiles;
 }
 
 static void attention(Pool& pool, const AttentionJob& job, const int32_t* query_start, int64_t sequences) {
-    const int64_t rows = std::max<int64_t>(1, TILE / (job.heads / job.cache.kv_heads));
-    std::vector<AttentionTile> tiles;
-    for (int64_t s = 0; s < sequences; s++)
-        for (int64_t r = query_start[s]; r < query_start[s + 1]; r += rows)
-            tiles.push_back({s, r, std::min<int64_t>(rows, query_start[s + 1] - r)});
-    // The longest tiles are the last of a prompt: begin with them, so that no worker is left with one at the end.
-    const int64_t tasks = (int64_t)tiles.size() * job.cache.kv_heads;
-    pool.run(tasks, [&](int64_t task, int worker) {
-        const int64_t t = tasks - 1 - task;
-        attend_tile(job, tiles[t / job.cache.kv_heads], t % job.cache.kv_heads, pool.scratch[worker]);
+    const int64_t group = job.group(), heads = job.cache.kv_heads, width = padded_width(job.cache.head_dim);
+    const Spans spans(job.cache.page_tokens);
+    const std::vector<AttentionTile> tiles = cut_tiles(job, query_start, sequences, pool.threads());
+    int64_t total = 0, floats = 0, divided = 0;
+    for (const AttentionTile& t : tiles) total += cost(t, group) * heads;
+    // A few rows over so many keys that their heads would keep some workers waiting for others are divided by spans.
+    auto divide = [&](const AttentionTile& t) {
+        return pool.threads() > 1 && cost(t, group) > total / (4 * pool.threads()) && t.end > spans.first(1) &&
+               t.rows * group <= std::max<int64_t>(group, RMAX);
+    };
+    std::vector<AttentionTask> tasks;
+    for (int64_t i = 0; i < (int64_t)tiles.size(); i++)
+        for (int64_t head = 0; head < heads; head++) {
+            const AttentionTile& t = tiles[i];
+            if (!divide(t)) {
+                tasks.push_back({i, head, -1, cost(t, group), 0, 0});
+                continue;
+            }
+            const int64_t count = spans.count(t.end);
+            for (int64_t span = 0; span < count; span++)
+                tasks.push_back({i, head, span, cost(t, group) / count, floats, divided});
+            floats += count * Partial::floats(t.rows * group, width);
+            divided++;
+        }
+    // The most expensive first, so that no worker is left with one at the end.
+    std::sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
+        return a.cost != b.cost ? a.cost > b.cost : std::tie(a.head, a.tile, a.span) < std::tie(b.head, b.tile, b.span);
+    });
+    float* partials = (float*)pool.shared.reserve(floats * 4);
+    std::vector<std::atomic<int64_t>> left(divided);
+    for (const AttentionTask& t : tasks)
+        if (t.span >= 0) left[t.counter]++;
+    // A worker takes a few at once, where there are enough: it then knows which keys to bring close next.
+    const int64_t count = (int64_t)tasks.size();
+    const int64_t step = std::min<int64_t>(4, std::max<int64_t>(1, count / (6 * pool.threads())));
+    pool.run((count + step - 1) / step, [&](int64_t chunk, int worker) {
+        for (int64_t i = chunk * step, last = std::min(count, i + step); i < last; i++) {
+            const AttentionTask& t = tasks[i];
+            Runs after;
+            if (i + 1 < last) {
+                const AttentionTask& n = tasks[i + 1];
+                after = job.runs(tiles[n.tile], n.head, spans, std::max<int64_t>(0, n.span));
+            }
+            run_task(job, tiles[t.tile], t, after, partials + t.partials, t.span < 0 ? nullptr : &left[t.counter],
+                     pool.scratch[worker]);
+        }
     });
 }
 

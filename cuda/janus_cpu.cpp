@@ -15,7 +15,8 @@ constexpr int64_t GRAIN = 8192;  // elements below which a row-wise task is not 
 
 template <class Body>
 void for_rows(Pool& pool, int64_t rows, int64_t width, const Body& body) {
-    const int64_t step = std::max<int64_t>(1, GRAIN / std::max<int64_t>(width, 1));
+    // Neighbours stay together where rows are many: keys of one panel share lines.
+    const int64_t step = std::max({(int64_t)1, GRAIN / std::max<int64_t>(width, 1), rows / (8 * pool.threads())});
     pool.run((rows + step - 1) / step, [&](int64_t task, int) {
         for (int64_t r = task * step; r < std::min(rows, (task + 1) * step); r++) body(r);
     });
@@ -40,9 +41,25 @@ void norm_row(const float* x, const float* weight, float eps, int64_t k, float* 
     for (int64_t i = 0; i < k; i++) out[i] = x[i] * scale * weight[i];
 }
 
-void rotate_row(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
-    for (int64_t i = 0; i < half; i++) {
-        const float a = x[i], b = x[half + i];
+// One head: normalised when a weight is given, then its halves turned against each other.
+void turn_head(const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d,
+               float* out) {
+    const int64_t half = d / 2;
+    const float scale = weight ? 1.0f / std::sqrt(sum_squares(x, d) / (float)d + eps) : 1.0f;
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+        vf a = load(x + i), b = load(x + half + i);
+        if (weight) {
+            a = a * splat(scale) * load(weight + i);
+            b = b * splat(scale) * load(weight + half + i);
+        }
+        const vf c = load(cos + i), s = load(sin + i);
+        store(out + i, a * c - b * s);
+        store(out + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        const float a = weight ? x[i] * scale * weight[i] : x[i];
+        const float b = weight ? x[half + i] * scale * weight[half + i] : x[half + i];
         out[i] = a * cos[i] - b * sin[i];
         out[half + i] = b * cos[i] + a * sin[i];
     }
@@ -58,15 +75,6 @@ void silu_mul_row(const float* gate, const float* up, int64_t n, float* out) {
     memcpy(u, up + i, (n - i) * 4);
     store(o, one(load(g), load(u)));
     memcpy(out + i, o, (n - i) * 4);
-}
-
-void write_cache_row(const Cache& c, const float* from, char* to) {
-    if (!c.bf16) {
-        memcpy(to, from, c.head_dim * 4);
-        return;
-    }
-    uint16_t* bits = (uint16_t*)to;
-    for (int64_t i = 0; i < c.head_dim; i++) bits[i] = to_bf16(from[i]);
 }
 
 bool all_below(const int32_t* ids, int64_t count, int64_t limit) {
@@ -127,16 +135,14 @@ bool rope_and_cache(Pool& pool, const Op& op, const Step& step) {
         const int64_t position = step.positions[r], slot = position % c.page_tokens;
         const int64_t page = step.page_table[step.row_sequence[r] * step.table_width + position / c.page_tokens];
         const float *co = (const float*)op.at[3] + position * half, *si = (const float*)op.at[4] + position * half;
-        float normed[1024], rotated[1024];  // head_dim is at most 1024: checked where the cache layer is made
-        auto turn = [&](const float* x, const float* weight, float* out) {
-            if (weight) norm_row(x, weight, (float)op.real, d, normed);
-            rotate_row(weight ? normed : x, co, si, half, out);
-        };
-        for (int64_t h = 0; h < heads; h++) turn(row + h * d, q_norm, q + (r * heads + h) * d);
+        for (int64_t h = 0; h < c.kv_heads; h++) expect_key(c, slot, c.keys(page, h));
+        float turned[MAX_HEAD_DIM];
+        const float eps = (float)op.real;
+        for (int64_t h = 0; h < heads; h++) turn_head(row + h * d, q_norm, eps, co, si, d, q + (r * heads + h) * d);
         for (int64_t h = 0; h < c.kv_heads; h++) {
-            turn(row + (heads + h) * d, k_norm, rotated);
-            write_cache_row(c, rotated, c.row(page, 0, h, slot));
-            write_cache_row(c, row + (heads + c.kv_heads + h) * d, c.row(page, 1, h, slot));
+            turn_head(row + (heads + h) * d, k_norm, eps, co, si, d, turned);
+            write_key(c, turned, slot, c.keys(page, h));
+            write_value(c, row + (heads + c.kv_heads + h) * d, slot, c.values(page, h));
         }
     });
     return true;
@@ -195,20 +201,20 @@ bool run_one(Pool& pool, const Op& op, const Step& step, int64_t& rows) {
 
 extern "C" {
 
-int64_t janus_abi() { return 2; }
+int64_t janus_abi() { return 3; }
 
 void* janus_pool_new(int64_t threads) { return new Pool((int)std::max<int64_t>(1, threads)); }
 
 void janus_pool_free(void* pool) { delete (Pool*)pool; }
 
-int64_t janus_matrix_bytes(int64_t n, int64_t k, int64_t bf16) { return (n + PANEL - 1) / PANEL * panel_bytes(k, bf16); }
+int64_t janus_band_bytes(int64_t n, int64_t k, int64_t form) { return (n + PANEL - 1) / PANEL * panel_bytes(k, form); }
 
-int64_t janus_store_rows(const Matrix* m, const char* rows, int64_t count, int64_t start) {
-    return store_rows(*m, rows, count, start);
+int64_t janus_store_rows(const Band* band, const char* rows, int64_t count, int64_t start) {
+    return store_rows(*band, rows, count, start);
 }
 
-void janus_read_rows(const Matrix* m, char* rows) {
-    for (int64_t r = 0; r < m->n; r++) read_row_bits(*m, r, rows + r * m->k * (m->bf16 ? 2 : 4));
+void janus_read_rows(const Matrix* m, float* rows) {
+    for (int64_t r = 0; r < m->n; r++) read_row(*m, r, rows + r * m->k);
 }
 
 // Runs operations one after the other; the number of the first that found an index out of range, or -1.

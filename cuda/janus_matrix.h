@@ -1,195 +1,150 @@
-// Weight matrices: the packed form and the product of activations with it.
+// Weight matrices: bands of rows, each in one form, and the product of activations with them.
 //
-// Stored form: panels of 32 outputs; inside a panel, for each input k (f32) or pair of inputs (bf16), the 32 outputs'
-// values side by side, 128 bytes. A micro-kernel holds R rows x 2 vectors of outputs in registers and walks all of k in
-// order, so each output is one chain of fused multiply-adds whatever the number of rows: that is the determinism contract.
-// No horizontal sums.
-//
-// bf16 weights are widened and multiplied in f32. On AMD Zen 4 `vdpbf16ps` would reach 217 GFLOP/s a core against 95 for
-// f32; on the Intel machines at hand it is slower than f32 (90 against 175), so a second micro-kernel is for later.
+// Plain forms are panels for the micro-kernels of janus_dot.h, quantised ones are blocks as janus_quant.h packs them. A few
+// rows take quantised weights straight from their blocks. More rows share weights that were expanded to float32 a stretch
+// of a panel at a time; sums then rest in memory between two stretches, which changes no bit. Either way each output is the
+// chain of fused multiply-adds that a plain float32 panel of the same values gives.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
+#include "janus_dot.h"
 #include "janus_pool.h"
+#include "janus_quant.h"
 
 namespace janus {
 
-struct Matrix {
+// Rows of a matrix that share one form. All but a matrix's last band have whole panels.
+struct Band {
     char* data;
-    int64_t n, k;
-    int64_t bf16;  // 0: f32
+    int64_t n, k, form;
+    bool bf16() const { return form == BF16; }
+    Panels plain() const { return {data, n, k, bf16()}; }
 };
 
-#if defined(__AVX512F__)
-constexpr int RMAX = 12;  // 24 accumulators of 32 registers
-constexpr int strips_for(int r) { return r <= 2 ? 4 : r <= 6 ? 2 : 1; }
-#else
-constexpr int RMAX = 6;  // 12 of 16
-constexpr int strips_for(int r) { return r == 1 ? 4 : r <= 3 ? 2 : 1; }
-#endif
-constexpr int64_t STEP = PANEL * 4;  // bytes of one k (f32) or pair of k (bf16) in a panel
-
-// How far ahead of use a weight line is asked for when a few rows walk several panels at once.
-constexpr int64_t AHEAD = 1024;
-
-// What a micro-kernel does with its sums: out[r * stride + column] = sum (+ bias) (+ what was there).
-struct Target {
-    float* out;
-    int64_t stride;
-    const float* bias;
-    bool add;
-    int64_t ahead, ahead_step;  // bytes past the strip, and bytes a step, of what to bring close meanwhile
+struct Matrix {
+    const Band* bands;
+    int64_t count, n, k;
 };
 
-// R rows times S strips. act is [k][R]; strip s starts at w + strip_offset(s) and writes columns s * STRIP ….
-template <int R, int S, bool BF16>
-static void dot_strips(const float* act, const char* w, int64_t panel, int64_t k, const Target& to) {
-    vf acc[S][R][2];
-    const char* strip[S];
-#pragma GCC unroll 8
-    for (int s = 0; s < S; s++) {
-        int64_t column = (int64_t)s * STRIP;  // w points at a strip; S > 1 only from a panel's first strip
-        strip[s] = w + column / PANEL * panel + column % PANEL * 4;
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) acc[s][r][0] = acc[s][r][1] = vf{};
-    }
-    auto multiply = [&](const float* a, int s, vf w0, vf w1) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            vf x = splat(a[r]);
-            acc[s][r][0] = fma(x, w0, acc[s][r][0]);
-            acc[s][r][1] = fma(x, w1, acc[s][r][1]);
-        }
-    };
-    const int64_t steps = BF16 ? k / 2 : k;
-    // What comes next is asked for in four places at once: with 4 KiB pages the hardware prefetcher follows each of four
-    // streams, which took 8 rows on cold weights from 8 to 13 GB/s a core, the most that one core reads here.
-    const int64_t quarter = steps / 4 * to.ahead_step;
-    for (int64_t i = 0; i < steps; i++) {
-#pragma GCC unroll 8
-        for (int s = 0; s < S; s++) {
-            const char* p = strip[s] + i * STEP;
-            if (S > 1 || R <= 4) {
-                __builtin_prefetch(p + AHEAD);
-                if (W == 16) __builtin_prefetch(p + AHEAD + 64);
-            } else {
-                const char* line = strip[s] + to.ahead + (i & 3) * quarter + (i >> 2) * to.ahead_step;
-                __builtin_prefetch(line, 0, 2);
-                if (to.ahead_step > 64) __builtin_prefetch(line + 64, 0, 2);
-            }
-            if (BF16) {
-                vi w0 = load_bits(p), w1 = load_bits(p + W * 4);
-                multiply(act + 2 * i * R, s, (vf)(w0 << 16), (vf)(w1 << 16));
-                multiply(act + (2 * i + 1) * R, s, (vf)(w0 & (int32_t)0xffff0000), (vf)(w1 & (int32_t)0xffff0000));
-            } else {
-                multiply(act + i * R, s, load((const float*)p), load((const float*)(p + W * 4)));
-            }
-        }
-    }
-    if (BF16 && k % 2)
-        for (int s = 0; s < S; s++) {
-            const char* p = strip[s] + steps * STEP;
-            multiply(act + 2 * steps * R, s, (vf)(load_bits(p) << 16), (vf)(load_bits(p + W * 4) << 16));
-        }
-#pragma GCC unroll 8
-    for (int s = 0; s < S; s++)
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-                int64_t column = s * STRIP + h * W;
-                float* out = to.out + r * to.stride + column;
-                vf sum = acc[s][r][h];
-                if (to.bias) sum += load(to.bias + column);
-                if (to.add) sum = load(out) + sum;
-                store(out, sum);
-            }
+static inline int64_t panel_bytes(int64_t k, int64_t form) {
+    int64_t bytes = plain_panel_bytes(k, form == BF16);
+    with_quant(form, [&](auto f) { bytes = k / f.BLOCK * f.PACKED; });
+    return bytes;
 }
 
-typedef void (*DotStrips)(const float*, const char*, int64_t, int64_t, const Target&);
+// Up to here rows take quantised weights straight from their blocks, which costs each row block the unpacking.
+constexpr int QROWS = 4;
+// Inputs that are expanded at a time: with a row block's activations the first-level cache holds them.
+constexpr int64_t STRETCH = 256;
 
-constexpr int at_most_2(int strips) { return strips < 2 ? strips : 2; }
-
-// The kernel for this many rows and strips: 1, or strips_for(rows), or 2 where that is 4.
-template <bool BF16>
-static DotStrips dot_kernel(int rows, int strips) {
-#define JANUS_ROWS(R)                                                   \
-    case R:                                                             \
-        return strips == 4   ? dot_strips<R, strips_for(R), BF16>       \
-               : strips == 2 ? dot_strips<R, at_most_2(strips_for(R)), BF16> \
-                             : dot_strips<R, 1, BF16>;
-    switch (rows) {
-        JANUS_ROWS(1) JANUS_ROWS(2) JANUS_ROWS(3) JANUS_ROWS(4) JANUS_ROWS(5) JANUS_ROWS(6)
-#if defined(__AVX512F__)
-        JANUS_ROWS(7) JANUS_ROWS(8) JANUS_ROWS(9) JANUS_ROWS(10) JANUS_ROWS(11) JANUS_ROWS(12)
-#endif
-    }
-#undef JANUS_ROWS
-    return nullptr;
-}
-
-static inline DotStrips dot_kernel(int rows, int strips, bool bf16) {
-    return bf16 ? dot_kernel<true>(rows, strips) : dot_kernel<false>(rows, strips);
-}
-
-// R rows times the strips first … last-1 of a packed matrix with n outputs; column 0 of the matrix is at to.out.
-static inline void dot_rows(int rows, const float* act, const Matrix& m, int64_t first, int64_t last, const Target& to) {
-    const int64_t panel = panel_bytes(m.k, m.bf16);
-    const int wide = strips_for(rows);
-    for (int64_t s = first; s < last;) {
-        const int64_t column = s * STRIP, left = m.n - column;
-        const char* w = m.data + column / PANEL * panel + column % PANEL * 4;
-        Target at{to.out + column, to.stride, to.bias ? to.bias + column : nullptr, to.add, to.ahead, to.ahead_step};
-        int take = wide;
-        while (take > 1 && (s + take > last || column % PANEL || left < take * STRIP)) take /= 2;
-        const DotStrips dot = dot_kernel(rows, take, m.bf16);
-        if (left >= STRIP) {
-            dot(act, w, panel, m.k, at);
-        } else {  // the ragged end: whole vectors into a corner, then what exists of them out
-            float corner[RMAX * STRIP], bias[STRIP] = {};
-            if (at.bias) memcpy(bias, at.bias, left * 4);
-            dot(act, w, panel, m.k, Target{corner, STRIP, at.bias ? bias : nullptr, false, 0, 0});
-            for (int r = 0; r < rows; r++)
-                for (int64_t j = 0; j < left; j++) {
-                    float* out = at.out + r * at.stride + j;
-                    *out = at.add ? *out + corner[r * STRIP + j] : corner[r * STRIP + j];
+// R rows times the strips first … first+strips-1 of a quantised band, straight from the blocks. act is [k][R].
+template <int R, class F>
+static void dot_blocks(const float* act, const Band& m, int64_t first, int strips, const Target& to) {
+    constexpr int MOST = strips_for(1);
+    vf sums[MOST][R][2] = {};
+    const int64_t panel = m.k / F::BLOCK * F::PACKED;
+    // At a panel's end comes not its neighbour, which another strip has at hand, but the one that follows all of them.
+    const int64_t next = BLOCKS_AHEAD + std::max<int64_t>(strips * STRIP / PANEL - 1, 0) * panel;
+    const int64_t late = (panel - BLOCKS_AHEAD) / F::PACKED;
+    for (int64_t b = 0; b < m.k / F::BLOCK; b++)
+        for (int s = 0; s < strips; s++) {
+            const int64_t column = (first + s) * STRIP;
+            vf acc[R][2];
+            memcpy(acc, sums[s], sizeof acc);
+            const char* block = m.data + column / PANEL * panel + b * F::PACKED;
+            F::walk(block, column % PANEL, b < late ? BLOCKS_AHEAD : next, [&](int64_t i, vf w0, vf w1) JANUS_ALWAYS {
+                const float* a = act + (b * F::BLOCK + i) * R;
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    const vf x = splat(a[r]);
+                    acc[r][0] = fma(x, w0, acc[r][0]);
+                    acc[r][1] = fma(x, w1, acc[r][1]);
                 }
+            });
+            memcpy(sums[s], acc, sizeof acc);
         }
-        s += take;
+    for (int s = 0; s < strips; s++) {
+        const int64_t column = (first + s) * STRIP;
+        whole_strips(R, std::min<int64_t>(STRIP, m.n - column), to.at(column), [&](const Target& t) { finish<R>(sums[s], t); });
     }
 }
 
-// N rows cut into blocks of nearly equal size, none above RMAX.
-struct RowBlocks {
-    explicit RowBlocks(int64_t rows)
-        : count((rows + RMAX - 1) / RMAX), base(count ? rows / count : 0), extra(count ? rows % count : 0) {}
-    int64_t start(int64_t i) const { return i * base + std::min(i, extra); }
-    int rows(int64_t i) const { return (int)(base + (i < extra)); }
-    int64_t count, base, extra;
+template <class F>
+static void dot_blocks(int rows, const float* act, const Band& m, int64_t first, int64_t last, const Target& to) {
+    for (int64_t s = first; s < last; s += strips_for(1)) {
+        const int take = (int)std::min<int64_t>(strips_for(1), last - s);
+        switch (rows) {
+            case 1: dot_blocks<1, F>(act, m, s, take, to); break;
+            case 2: dot_blocks<2, F>(act, m, s, take, to); break;
+            case 3: dot_blocks<3, F>(act, m, s, take, to); break;
+            case 4: dot_blocks<4, F>(act, m, s, take, to); break;
+        }
+    }
+}
+
+// N rows as micro-kernels want them: block b's activations are [k][rows of b].
+struct Rows {
+    const float* packed;
+    RowBlocks blocks;
+    int64_t first, last;  // the blocks of this pass
+
+    const float* of(int64_t b, int64_t k) const { return packed + blocks.start(b) * k; }
+    int64_t count() const { return last - first; }
 };
 
-// rows x k becomes [k][rows], what a micro-kernel broadcasts from.
-static inline void pack_rows(const float* act, int64_t stride, int rows, int64_t k, float* out) {
-    int64_t i = 0;
-#if defined(__SSE2__)
-    for (; rows >= 4 && i + 4 <= k; i += 4)
-        for (int r = 0; r < rows; r += 4) {
-            const int at = r + 4 <= rows ? r : rows - 4;  // the last four may overlap those before
-            const float* from = act + at * stride + i;
-            __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + stride);
-            __m128 c = _mm_loadu_ps(from + 2 * stride), d = _mm_loadu_ps(from + 3 * stride);
-            _MM_TRANSPOSE4_PS(a, b, c, d);
-            float* to = out + i * rows + at;
-            _mm_storeu_ps(to, a);
-            _mm_storeu_ps(to + rows, b);
-            _mm_storeu_ps(to + 2 * rows, c);
-            _mm_storeu_ps(to + 3 * rows, d);
+// The strips of one panel of a quantised band, expanded a stretch of inputs at a time for all row blocks.
+template <class F>
+static void dot_expanded(const Rows& rows, const Band& m, int64_t column, const Target& to, Scratch& scratch) {
+    constexpr int64_t STEPS = STRETCH / F::BLOCK;
+    const int64_t base = rows.blocks.start(rows.first), total = rows.blocks.start(rows.last) - base;
+    const int64_t panel = m.k / F::BLOCK * F::PACKED, n = std::min<int64_t>(PANEL, m.n - column);
+    float* wide = (float*)scratch.reserve((STRETCH + total) * PANEL * 4);
+    float* sums = wide + STRETCH * PANEL;
+    const char* from = m.data + column / PANEL * panel;
+    for (int64_t b0 = 0, blocks = m.k / F::BLOCK; b0 < blocks; b0 += STEPS) {
+        const int64_t b1 = std::min(b0 + STEPS, blocks), k = (b1 - b0) * F::BLOCK;
+        expand<F>(from, b0, b1, wide);
+        const Panels stretch{(const char*)wide, b1 < blocks ? PANEL : n, k, false};
+        for (int64_t b = rows.first; b < rows.last; b++) {
+            const int64_t row = rows.blocks.start(b);
+            const int count = rows.blocks.rows(b);
+            float* kept = sums + (row - base) * PANEL;
+            Target at{kept, PANEL, nullptr, false, 0, 0};
+            if (b1 == blocks) at = to.at(column), at.out += row * to.stride;
+            at.from = b0 ? kept : nullptr;
+            // Each row block brings its share of the stretch that will be expanded next.
+            at.ahead_step = F::PACKED / F::BLOCK / rows.count();
+            at.ahead = from + b1 * F::PACKED - (const char*)wide + (b - rows.first) * k * at.ahead_step;
+            dot_rows(count, rows.of(b, m.k) + b0 * F::BLOCK * count, stretch, 0, (stretch.n + STRIP - 1) / STRIP, at);
         }
-#endif
-    for (; i < k; i++)
-        for (int r = 0; r < rows; r++) out[i * rows + r] = act[r * stride + i];
+    }
+}
+
+// All rows of a pass times the strips first … last-1 of a band; its column 0 is at to.out. to's ahead is filled in here.
+static void dot_band(const Rows& rows, const Band& m, int64_t first, int64_t last, const Target& to, Scratch& scratch) {
+    const int most = rows.blocks.rows(rows.first);
+    const bool direct = rows.count() == 1 && most <= QROWS;
+    const bool quantised = with_quant(m.form, [&](auto form) {
+        using F = decltype(form);
+        if (direct) return dot_blocks<F>(most, rows.of(rows.first, m.k), m, first, last, to);
+        for (int64_t s = first; s < last;) {
+            const int64_t column = s * STRIP / PANEL * PANEL;
+            dot_expanded<F>(rows, m, column, to, scratch);
+            s = column / STRIP + PANEL / STRIP;
+        }
+    });
+    if (quantised) return;
+    const int64_t panel = plain_panel_bytes(m.k, m.bf16());
+    const int wide = strips_for(most);
+    for (int64_t s = first; s < last; s += wide)  // a panel stays close while all row blocks pass over it
+        for (int64_t b = rows.first; b < rows.last; b++) {  // each brings its share of the next panel
+            const int64_t row = rows.blocks.start(b);
+            Target at = to;
+            at.out += row * to.stride;
+            at.ahead = panel + (b - rows.first) * panel / rows.count(), at.ahead_step = STEP / rows.count();
+            dot_rows(rows.blocks.rows(b), rows.of(b, m.k), m.plain(), s, std::min(s + wide, last), at);
+        }
 }
 
 static void linear(Pool& pool, const float* act, int64_t rows, const Matrix& m, const float* bias, float* out, bool add) {
@@ -206,21 +161,23 @@ static void linear(Pool& pool, const float* act, int64_t rows, const Matrix& m, 
     }
     // Rows are taken in chunks whose activations stay in the second-level cache while panels stream by.
     const int64_t chunk = std::max<int64_t>(1, (768 << 10) / (RMAX * m.k * 4));
-    const int64_t strips = (m.n + STRIP - 1) / STRIP, panel = panel_bytes(m.k, m.bf16);
+    const int64_t strips = (m.n + STRIP - 1) / STRIP;
     for (int64_t b0 = 0; b0 < blocks.count; b0 += chunk) {
-        const int64_t b1 = std::min(b0 + chunk, blocks.count), count = b1 - b0;
+        const Rows pass{packed, blocks, b0, std::min(b0 + chunk, blocks.count)};
         const int wide = strips_for(blocks.rows(b0));
-        const int64_t cost = m.k * std::max<int64_t>(4, blocks.start(b1) - blocks.start(b0));  // cycles a strip, about
+        const int64_t cost = m.k * std::max<int64_t>(4, blocks.start(pass.last) - blocks.start(b0));  // cycles a strip, about
         int64_t grain = std::max(strips / (pool.threads() * 6), 12000 / cost);
-        grain = (std::max<int64_t>(grain, 1) + wide - 1) / wide * wide;
-        pool.run((strips + grain - 1) / grain, [&](int64_t task, int) {
+        const int64_t unit = std::max<int64_t>(wide, PANEL / STRIP);
+        grain = (std::max<int64_t>(grain, 1) + unit - 1) / unit * unit;
+        pool.run((strips + grain - 1) / grain, [&](int64_t task, int worker) {
             const int64_t first = task * grain, last = std::min(first + grain, strips);
-            for (int64_t s = first; s < last; s += wide)  // a panel stays close while all row blocks pass over it
-                for (int64_t b = b0; b < b1; b++) {  // each brings its share of the next panel
-                    const int64_t row = blocks.start(b);
-                    dot_rows(blocks.rows(b), packed + row * m.k, m, s, std::min(s + wide, last),
-                             Target{out + row * m.n, m.n, bias, add, panel + (b - b0) * panel / count, STEP / count});
-                }
+            int64_t start = 0;  // of the band, in strips
+            for (int64_t i = 0; i < m.count; start += (m.bands[i++].n + STRIP - 1) / STRIP) {
+                const int64_t low = std::max(first - start, (int64_t)0);
+                const int64_t high = std::min(last - start, (m.bands[i].n + STRIP - 1) / STRIP);
+                const Target to{out, m.n, bias, add, 0, 0};
+                if (low < high) dot_band(pass, m.bands[i], low, high, to.at(start * STRIP), pool.scratch[worker]);
+            }
         });
     }
 }
@@ -240,35 +197,43 @@ static inline int64_t count_nonfinite(const char* data, int64_t values, bool bf1
     return bad;
 }
 
-// Rows start … start+count-1 of the matrix from plain rows; start is a multiple of PANEL. Returns the non-finite values.
-static int64_t store_rows(const Matrix& m, const char* rows, int64_t count, int64_t start) {
-    const int64_t row_bytes = m.k * (m.bf16 ? 2 : 4);
+// Rows start … start+count-1 of a band from rows in its form; start is a multiple of PANEL. Returns how many values (of a
+// quantised form: scales) are not finite.
+static int64_t store_rows(const Band& m, const char* rows, int64_t count, int64_t start) {
+    int64_t row_bytes = m.k * (m.bf16() ? 2 : 4), bad = 0;
+    with_quant(m.form, [&](auto f) { row_bytes = m.k / f.BLOCK * f.STORED; });
     const std::vector<char> zeros(row_bytes, 0);
     const char* lanes[PANEL];
     for (int64_t r = 0; r < count; r += PANEL) {
         for (int64_t i = 0; i < PANEL; i++) lanes[i] = r + i < count ? rows + (r + i) * row_bytes : zeros.data();
-        pack_panel(lanes, m.k, m.bf16, m.data + (start + r) / PANEL * panel_bytes(m.k, m.bf16));
+        char* to = m.data + (start + r) / PANEL * panel_bytes(m.k, m.form);
+        if (!with_quant(m.form, [&](auto f) { bad += pack_quant_panel<decltype(f)>(lanes, m.k, to); }))
+            pack_panel(lanes, m.k, m.bf16(), to);
     }
-    return count_nonfinite(rows, count * m.k, m.bf16);
+    return m.form == F32 || m.bf16() ? count_nonfinite(rows, count * m.k, m.bf16()) : bad;
 }
 
-static inline const char* value_at(const Matrix& m, int64_t row, int64_t k) {
-    const char* panel = m.data + row / PANEL * panel_bytes(m.k, m.bf16);
-    return m.bf16 ? panel + (k / 2 * PANEL + row % PANEL) * 4 + k % 2 * 2 : panel + (k * PANEL + row % PANEL) * 4;
-}
-
-static void read_row_bits(const Matrix& m, int64_t row, char* out) {
-    const int size = m.bf16 ? 2 : 4;
-    for (int64_t k = 0; k < m.k; k++) memcpy(out + k * size, value_at(m, row, k), size);
-}
-
-static void read_row(const Matrix& m, int64_t row, float* out) {
-    if (!m.bf16) return read_row_bits(m, row, (char*)out);
-    for (int64_t k = 0; k < m.k; k++) {
-        uint16_t bits;
-        memcpy(&bits, value_at(m, row, k), 2);
-        out[k] = from_bf16(bits);
+// One of a panel's rows as floats. Words lie in lines of their own, far apart: little else, so that many are awaited.
+static void read_plain_row(const char* panel, int lane, int64_t k, bool bf16, float* out) {
+    const char* words = panel + lane * 4;
+    if (!bf16)
+        for (int64_t i = 0; i < k; i++) memcpy(out + i, words + i * STEP, 4);
+    for (int64_t i = 0; bf16 && i < k; i += 2) {
+        uint32_t pair;
+        memcpy(&pair, words + i / 2 * STEP, 4);
+        out[i] = from_bf16((uint16_t)pair);
+        if (i + 1 < k) out[i + 1] = from_bf16((uint16_t)(pair >> 16));
     }
+}
+
+// One row's values as float32.
+static void read_row(const Matrix& matrix, int64_t row, float* out) {
+    const Band* m = matrix.bands;
+    while (row >= m->n) row -= m++->n;
+    const char* panel = m->data + row / PANEL * panel_bytes(m->k, m->form);
+    const int lane = row % PANEL;
+    if (!with_quant(m->form, [&](auto f) { read_quant_row<decltype(f)>(panel, lane, m->k, out); }))
+        read_plain_row(panel, lane, m->k, m->bf16(), out);
 }
 
 }  // namespace janus

@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #endif
 
+#define JANUS_ALWAYS __attribute__((always_inline))
+
 namespace janus {
 
 #if defined(__AVX512F__)
@@ -171,6 +173,6 @@ static inline void pack_panel(const char* const* rows, int64_t k, bool bf16, cha
     }
 }
 
-static inline int64_t panel_bytes(int64_t k, bool bf16) { return (bf16 ? (k + 1) / 2 : k) * PANEL * 4; }
+static inline int64_t plain_panel_bytes(int64_t k, bool bf16) { return (bf16 ? (k + 1) / 2 : k) * PANEL * 4; }
 
 }  // namespace janus

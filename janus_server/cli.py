@@ -56,11 +56,13 @@ examples:
 """
 _BENCH_EXAMPLES: Final = """\
 examples:
-  janus bench engine                            decode and prefill speed of the engine, without HTTP
-  janus bench engine --help                     what that benchmark takes
+  janus bench engine                            decode and prefill speed of the engine
+  janus bench serve --request-rate 5            what clients of a running server feel: any OpenAI-compatible one
+  janus bench client                            how much load the bench client itself can make on this machine
+  janus bench serve --help                      what a benchmark takes
 """
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
-_BENCHES: Final = ("engine",)
+_BENCHES: Final = ("engine", "serve", "client")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,10 +25,10 @@ from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.prefix import PrefixCache
 from janus_server.kv.xtensor import KvLayout, XTensor, kv_layout
 from janus_server.model.decoder import Decoder
-from janus_server.model.load import Checkpoint, load_weights, open_checkpoint
+from janus_server.model.load import Checkpoint, load_weights, open_checkpoint, plan_layout
 from janus_server.model.runner import Runner
 from janus_server.model.spec import ModelSpec, SamplingDefaults
-from janus_server.model.weights import Layout, Weights, layout
+from janus_server.model.weights import Layout, Weights, form_names
 from janus_server.modelref import ModelEntry
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
@@ -73,7 +73,7 @@ class FilledModel:
 def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...]:
     """Open every checkpoint of the configuration and check that all fit together. BadModel or BadConfig when not."""
     checkpoints = [open_checkpoint(entry.path, _dtype(config)) for entry in config.models]
-    placed = [layout(checkpoint.spec, kernels.matrix_bytes) for checkpoint in checkpoints]
+    placed = [plan_layout(checkpoint, kernels) for checkpoint in checkpoints]
     weights = sum(pages_for(one.total_bytes, config.page_bytes) for one in placed)
     kv_pages = config.memory_bytes // config.page_bytes - weights
     if kv_pages <= 0:
@@ -151,7 +151,7 @@ def served(model: FilledModel, device: DeviceThread, streams: Streams) -> Served
         context_tokens=opened.context_tokens,
         parameters=sum(slot.n * slot.k for slot in opened.placed.entries),
         weight_bytes=opened.placed.total_bytes,
-        dtype=spec.dtype.value,
+        dtype=form_names(opened.placed),
         family=spec.family.value,
     )
     # A tokenizer may know ids that the model has no row for; such an id can never be drawn.

@@ -76,6 +76,9 @@ class Metrics:
         self.http = Counter(
             "janus_http_requests", "HTTP requests answered", ("route", "status"), registry=self.registry
         )
+        self.ignored = Counter(
+            "janus_ignored_fields", "Fields of bodies that nothing here reads", ("route",), registry=self.registry
+        )
 
     def model(self, name: str) -> ModelMetrics:
         """The metrics of a served model; its series exist from the first time it is named."""

@@ -23,9 +23,9 @@ class FinishReason(enum.Enum):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn from logits. Defaults are the identity: pure sampling at temperature 1.
 
-    temperature 0 means greedy. top_k 0 means all. seed is always set: the front draws one when the client gave none.
-    logit_bias is sorted by id. logprobs None means none; k means the chosen token's and the k likeliest (0 is a
-    request).
+    temperature 0 means greedy; what is so small that it comes to the same was made 0 at the edge. top_k 0 means all.
+    seed is always set: the front draws one when the client gave none. logit_bias is sorted by id. logprobs None means
+    none; k means the chosen token's and the k likeliest (0 is a request).
     """
 
     temperature: float = 1.0
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """The chosen token's log probability, and the likeliest ones; the chosen one is among them with the same float."""
+    """The chosen token's log probability, and exactly the k likeliest; where it is one of them, with the same float."""
 
     token: int
     logprob: float
@@ -84,6 +84,7 @@ class Emit(msgspec.Struct, frozen=True):
     """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop.
 
     A choice's first emit tells how many prompt tokens came from the cache and how long the request waited to start.
+    Only one choice of a request tells of cached tokens: the others start from what that one computed.
     """
 
     request_id: str
@@ -128,13 +129,14 @@ class Owner(msgspec.Struct, frozen=True):
 class SampleSpec(msgspec.Struct, frozen=True):
     """What the sampler needs for one row beyond its logits.
 
-    position is the index of the token to be drawn, counted from the first generated token (0). banned are ids that may
-    not be drawn at this position (stop ids before min_tokens). prompt and output are filled only when the sampling
-    needs history.
+    position is the index of the token to be drawn, counted from the first generated token (0), choice the index of the
+    choice it is drawn for. banned are ids that may not be drawn at this position (stop ids before min_tokens). prompt
+    and output are filled only when the sampling needs history.
     """
 
     sampling: Sampling
     position: int
+    choice: int = 0
     banned: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
@@ -155,11 +157,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class PageCopy(msgspec.Struct, frozen=True):
-    """Copy the first `tokens` positions of page `source` to page `target` before the step runs."""
+    """Copy page `source` to page `target` before the step runs; the sequence needs only the start of it."""
 
     source: int
     target: int
-    tokens: int
 
 
 class Batch(msgspec.Struct, frozen=True):

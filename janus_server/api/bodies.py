@@ -1,9 +1,9 @@
 """The bodies that clients send, as msgspec records, and the bounds on them; `api` reads them, `http` hands them around.
 
 Every optional field is nullable: None means "not given", so that a model's own defaults can fill it. Ranges that OpenAI
-publishes live in the annotations; bounds that an operator may change live in `Limits`. Fields that are not declared are
-ignored. A field that would change the answer but is not supported yet is declared and refused by name (`UNSUPPORTED`),
-never ignored.
+publishes live in the annotations, and `ALLOWED` says them in words; bounds that an operator may change live in
+`Limits`. Fields that are not declared are ignored. A field that would change the answer but is not supported yet is
+declared as `NotYet` and refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+NotYet = Any  # any value is read, so that the refusal can name the field; nothing else in a body has this type
+
+NAME_CHARS = 512
+MOST_BIAS = 100.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +80,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
 class CommonBody(msgspec.Struct, kw_only=True):
     """What chat and completions share: the one inheritance of fields, so that their ranges cannot drift apart."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     min_tokens: Natural | None = None
@@ -93,26 +97,25 @@ class CommonBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Natural] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-MOST_BIAS, le=MOST_BIAS)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
-    # Refused when asked for (see UNSUPPORTED).
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    grammar: Any = None
-    prompt_logprobs: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    use_beam_search: Any = None
-    truncate_prompt_tokens: Any = None
-    logits_processors: Any = None
-    cache_salt: Any = None
+    structured_outputs: NotYet = None
+    guided_json: NotYet = None
+    guided_regex: NotYet = None
+    guided_choice: NotYet = None
+    guided_grammar: NotYet = None
+    grammar: NotYet = None
+    prompt_logprobs: NotYet = None
+    bad_words: NotYet = None
+    allowed_token_ids: NotYet = None
+    use_beam_search: NotYet = None
+    truncate_prompt_tokens: NotYet = None
+    logits_processors: NotYet = None
+    cache_salt: NotYet = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -123,13 +126,12 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    # Refused when asked for.
-    functions: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
-    audio: Any = None
-    echo: Any = None
+    functions: NotYet = None
+    chat_template: NotYet = None
+    continue_final_message: NotYet = None
+    documents: NotYet = None
+    audio: NotYet = None
+    echo: NotYet = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -137,84 +139,65 @@ class CompletionBody(CommonBody, kw_only=True):
     logprobs: Natural | None = None
     echo: bool | None = None
     best_of: Positive | None = None
-    # Refused when asked for.
-    suffix: Any = None
-    prompt_embeds: Any = None
+    suffix: NotYet = None
+    prompt_embeds: NotYet = None
 
 
-UNSUPPORTED: tuple[str, ...] = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "grammar",
-    "prompt_logprobs",
-    "bad_words",
-    "allowed_token_ids",
-    "use_beam_search",
-    "truncate_prompt_tokens",
-    "logits_processors",
-    "cache_salt",
-)
-UNSUPPORTED_CHAT: tuple[str, ...] = (
-    *UNSUPPORTED,
-    "functions",
-    "chat_template",
-    "continue_final_message",
-    "documents",
-    "audio",
-    "echo",
-)
-UNSUPPORTED_COMPLETION: tuple[str, ...] = (*UNSUPPORTED, "suffix", "prompt_embeds")
+def unsupported(shape: type[CommonBody]) -> tuple[str, ...]:
+    """The fields of a body that are declared only to be refused."""
+    return tuple(field.name for field in msgspec.structs.fields(shape) if field.type is NotYet)
 
-_FLAG = "true or false"
-_COUNT = "a whole number of at least 1"
+
+def _in_words(kind: inspect.Type) -> str | None:
+    """What a plain field may hold, from its annotation: a range is written once. None where that takes more words."""
+    if isinstance(kind, inspect.UnionType):
+        kind, *others = (one for one in kind.types if not isinstance(one, inspect.NoneType))
+        if others:
+            return None
+    if isinstance(kind, inspect.BoolType):
+        return "true or false"
+    if isinstance(kind, inspect.StrType):
+        return "a string"
+    if not isinstance(kind, inspect.IntType | inspect.FloatType):
+        return None
+    noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+    return f"{noun} of at least {kind.ge:g}" if kind.le is None else f"{noun} from {kind.ge:g} to {kind.le:g}"
+
+
+def _plain_fields(shape: type[msgspec.Struct], path: str = "") -> dict[str, str]:
+    """The words for the plain fields of a record that stands at `path`, by the path of each."""
+    words = {field.name: _in_words(inspect.type_info(field.type)) for field in msgspec.structs.fields(shape)}
+    return {path + name: text for name, text in words.items() if text is not None}
+
+
+UNSUPPORTED_CHAT = unsupported(ChatBody)
+UNSUPPORTED_COMPLETION = unsupported(CompletionBody)
 
 # What each field may hold, by its path with the indices left out: the second half of "<path> must be …".
 ALLOWED: Mapping[str, str] = types.MappingProxyType({
-    "model": "the name of a served model, a string of 1 to 512 characters",
+    **_plain_fields(ChatBody),
+    **_plain_fields(CompletionBody),
+    **_plain_fields(StreamOptions, "stream_options."),
+    **_plain_fields(Message, "messages[]."),
+    **_plain_fields(ContentPart, "messages[].content[]."),
+    "model": f"the name of a served model, a string of 1 to {NAME_CHARS} characters",
     "messages": "a list of at least one message, each an object with 'role' and 'content'",
     "messages[]": "an object with 'role' and 'content'",
     "messages[].role": "one of developer, system, user, assistant, tool",
     "messages[].content": "a string, null, or a list of parts such as {\"type\": \"text\", \"text\": \"…\"}",
     "messages[].content[]": "an object such as {\"type\": \"text\", \"text\": \"…\"}",
     "messages[].content[].type": "a string such as \"text\"",
-    "messages[].content[].text": "a string",
-    "messages[].name": "a string",
     "messages[].tool_calls": "a list of objects",
-    "messages[].tool_call_id": "a string",
-    "messages[].reasoning_content": "a string",
     "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty",
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "min_tokens": "a whole number of at least 0",
-    "temperature": "a number from 0 to 2",
-    "top_p": "a number from 0 to 1",
     "top_k": "a whole number of at least 0, or -1 for all",
-    "min_p": "a number from 0 to 1",
-    "presence_penalty": "a number from -2 to 2",
-    "frequency_penalty": "a number from -2 to 2",
-    "repetition_penalty": "a number from 0.01 to 100",
     "seed": "a whole number that fits in 64 bits, signed",
-    "n": _COUNT,
     "best_of": "a whole number equal to n",
     "stop": "a string or a list of strings",
     "stop_token_ids": "a list of token ids",
-    "include_stop_str_in_output": _FLAG,
-    "ignore_eos": _FLAG,
-    "logit_bias": "an object from token id to a number from -100 to 100",
+    "logit_bias": f"an object from token id to a number from {-MOST_BIAS:g} to {MOST_BIAS:g}",
     "logprobs": "true or false in chat, a whole number of at least 0 in completions",
-    "top_logprobs": "a whole number of at least 0",
-    "stream": _FLAG,
     "stream_options": "an object with include_usage and continuous_usage_stats",
-    "stream_options.include_usage": _FLAG,
-    "stream_options.continuous_usage_stats": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "add_special_tokens": _FLAG,
-    "add_generation_prompt": _FLAG,
     "chat_template_kwargs": "an object",
-    "echo": _FLAG,
     "tools": "a list",
     "tool_choice": "a string or an object",
     "response_format": "an object with 'type'",

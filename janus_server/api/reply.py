@@ -7,25 +7,20 @@ No float that JSON cannot hold leaves this file, and a choice ends only with "st
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from janus_server import types
 from janus_server.api.plan import Call, Kind
 from janus_server.errors import Refused, require
+from janus_server.tokens.detokenize import Detokenizer
+
+if TYPE_CHECKING:
+    from janus_server.tokens.tokenizer import Tokenizer
 
 UNLIKELY = -9999.0  # what OpenAI writes for a probability too small to say
-
-
-class TokenNames(Protocol):
-    """What is needed of a tokenizer to write log probabilities."""
-
-    def token_text(self, token: int) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
 
 
 class Tally:
@@ -53,12 +48,13 @@ class Tally:
 class StreamReply:
     """The events of one streamed call. The role comes with a choice's first event, never before there is a token."""
 
-    def __init__(self, call: Call, names: TokenNames) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
         chat = call.kind is Kind.CHAT
         self._call = call
         self._chat = chat
         self._tally = Tally(call)
-        self._writers = [_LogprobWriter(call.kind, names, call.echo[i // call.n]) for i in range(_choices(call))]
+        choices = range(_choices(call))
+        self._writers = [_LogprobWriter(call, i // call.n, tokenizer) for i in choices] if call.logprobs else []
         self._opened = [False] * _choices(call)
         head = {
             "id": call.label.id,
@@ -111,9 +107,9 @@ class StreamReply:
 class WholeReply:
     """The answer of one call that is not streamed, gathered delta by delta."""
 
-    def __init__(self, call: Call, names: TokenNames) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
         self._call = call
-        self._names = names
+        self._tokenizer = tokenizer
         self._tally = Tally(call)
         self._texts: list[list[str]] = [[] for _ in range(_choices(call))]
         self._logprobs: list[list[types.TokenLogprob]] = [[] for _ in range(_choices(call))]
@@ -149,7 +145,7 @@ class WholeReply:
         echo = call.echo[index // call.n]
         logprobs = None
         if call.logprobs:
-            logprobs = _LogprobWriter(call.kind, self._names, echo).entries(self._logprobs[index])
+            logprobs = _LogprobWriter(call, index // call.n, self._tokenizer).entries(self._logprobs[index])
         end = {"logprobs": logprobs, "finish_reason": _reason(finish)}
         if call.kind is Kind.CHAT:
             return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **end}
@@ -173,8 +169,8 @@ def failure(delta: types.Delta) -> Refused | None:
         message = delta.message or "the model failed while it answered"
         return Refused(message, status=500, kind="server_error", code="engine_error")
     if delta.finish is types.FinishReason.ABORT:
-        message = delta.message or "the server ended this request before it was answered"
-        return Refused(message, status=503, kind="server_error", code="aborted", retry_after_s=1.0)
+        message = delta.message or "the server is shutting down; it ended this request before it was complete"
+        return Refused(message, status=503, kind="server_error", code="shutting_down", retry_after_s=1.0)
     return None
 
 
@@ -198,13 +194,18 @@ def model_entry(card: types.ModelCard) -> dict[str, Any]:
 
 
 class _LogprobWriter:
-    """Log probabilities of one choice in the shape of its API; remembers where the text of the next token starts."""
+    """Log probabilities of one choice in the shape of its API; remembers where the text of the next token starts.
 
-    def __init__(self, kind: Kind, names: TokenNames, echo: str) -> None:
-        self._chat = kind is Kind.CHAT
-        self._names = names
-        self._offset = len(echo)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    Offsets count the text that the client sees: a token that is not shown, and the space that a text loses at its
+    start, take no room in it.
+    """
+
+    def __init__(self, call: Call, prompt: int, tokenizer: Tokenizer) -> None:
+        request = call.requests[prompt]
+        self._chat = call.kind is Kind.CHAT
+        self._tokenizer = tokenizer
+        self._offset = len(call.echo[prompt])
+        self._shown = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt)
 
     def entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
         return self._chat_entries(logprobs) if self._chat else self._completion_entries(logprobs)
@@ -212,20 +213,20 @@ class _LogprobWriter:
     def _chat_entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
         content = []
         for entry in logprobs:
-            top = [self._chat_token(token, value) for token, value in _with_chosen(entry)] if entry.top else []
+            top = [self._chat_token(token, value) for token, value in entry.top]
             content.append({**self._chat_token(entry.token, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
-        raw = self._names.token_bytes(token)
-        return {"token": self._names.token_text(token), "logprob": _finite(value), "bytes": list(raw)}
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": self._tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(raw)}
 
     def _completion_entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
         tops = []
         offsets = []
         for entry in logprobs:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._names.token_bytes(entry.token)))
+            self._offset += len(self._shown.push(entry.token))
             top: dict[str, float] = {}
             for token, value in _with_chosen(entry):
                 name = self._name(token)
@@ -241,16 +242,19 @@ class _LogprobWriter:
 
     def _name(self, token: int) -> str:
         """A token as text, or OpenAI's "bytes:\\xNN" form when it holds only part of a character."""
-        raw = self._names.token_bytes(token)
+        raw = self._tokenizer.token_bytes(token)
         try:
             raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-        return self._names.token_text(token)
+        return self._tokenizer.token_text(token)
 
 
 def _with_chosen(entry: types.TokenLogprob) -> Sequence[tuple[int, float]]:
-    """The likeliest tokens, the chosen one among them with the same float: graders compare the two for equality."""
+    """The likeliest tokens and, in completions alone, always the chosen one: k or k + 1 of them, as OpenAI has it.
+
+    With the same float in both places: graders compare the two for equality.
+    """
     if any(token == entry.token for token, _ in entry.top):
         return entry.top
     return (*entry.top, (entry.token, entry.logprob))

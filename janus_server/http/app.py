@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from janus_server.api import plan, reply
+from janus_server.api import parse, plan, reply
 from janus_server.api.bodies import ChatBody, CompletionBody, Limits
 from janus_server.errors import Refused
 from janus_server.http.edge import SSE, Guard, stamp
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from janus_server.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Names of unknown fields that are logged: plain ones, and no more than this many.
+FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+LOGGED_NAMES = 64
 
 
 def build_app(node: Node, *, metrics: Metrics, limits: Limits) -> web.Application:
@@ -58,6 +66,7 @@ class Front:
         self._metrics = metrics
         self._limits = limits
         self._pool: ThreadPoolExecutor | None = None
+        self._ignored: set[str] = set()
 
     async def threads(self, app: web.Application) -> AsyncIterator[None]:
         """The encoding threads live as long as the application does."""
@@ -94,7 +103,9 @@ class Front:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        body = plan.parse_chat(await self._read(request), self._limits)
+        raw = await self._read(request)
+        body = parse.parse_chat(raw, self._limits)
+        self._count_ignored(request, parse.ignored_fields(raw, ChatBody))
         model = self._serving(body.model)
         prompt = await self._encode_chat(model, body)
         call = plan.plan_chat(body, prompt, model.target, self._limits, _label("chatcmpl-"))
@@ -102,10 +113,14 @@ class Front:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        body = plan.parse_completion(await self._read(request), self._limits)
+        raw = await self._read(request)
+        body = parse.parse_completion(raw, self._limits)
+        self._count_ignored(request, parse.ignored_fields(raw, CompletionBody))
         model = self._serving(body.model)
-        prompts, echo = await self._encode_prompts(model, body)
-        call = plan.plan_completion(body, prompts, echo, model.target, self._limits, _label("cmpl-"))
+        prompts = await self._encode_prompts(model, body)
+        call = plan.plan_completion(body, prompts, model.target, self._limits, _label("cmpl-"))
+        if body.echo:
+            call = msgspec.structs.replace(call, echo=await self._echo(model, body, call))
         return await self._answer(request, model, call, arrived_s)
 
     async def _answer(
@@ -182,6 +197,16 @@ class Front:
             raise Refused(message, status=404, param="model", code="model_not_found")
         return model
 
+    def _count_ignored(self, request: web.Request, names: Sequence[str]) -> None:
+        """Count fields that are ignored, and log each name once; a client may invent names without end."""
+        if not names:
+            return
+        self._metrics.ignored.labels(request.path).inc(len(names))
+        for name in names:
+            if len(self._ignored) < LOGGED_NAMES and name not in self._ignored and FIELD_NAME.fullmatch(name):
+                self._ignored.add(name)
+                log.debug("the field %s is not known here and was ignored", name)
+
     async def _read(self, request: web.Request) -> bytes:
         """The body, refused as soon as it is known to be too large: memory never holds more than the limit."""
         limit = self._limits.body_bytes
@@ -205,8 +230,8 @@ class Front:
         return bytes(body)
 
     async def _encode_chat(self, model: ServedModel, body: ChatBody) -> list[int]:
-        messages = plan.messages_of(body)
-        self._refuse_hopeless(model, sum(map(plan.content_chars, messages)), "messages")
+        messages = parse.messages_of(body)
+        self._refuse_hopeless(model, sum(map(parse.content_chars, messages)), "messages")
         # A template is a program that came with the checkpoint: it never runs on the loop.
         return await self._on_thread(
             functools.partial(
@@ -218,18 +243,19 @@ class Front:
             )
         )
 
-    async def _encode_prompts(self, model: ServedModel, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
-        """Ids and echo text of each prompt."""
-        given = plan.prompts_of(body)
-        many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
-        for i, prompt in enumerate(given):
-            if not isinstance(prompt, str):
-                plan.check_ids(prompt, model.target.vocab, "prompt", f"prompt[{i}]" if many else "prompt")
+    async def _encode_prompts(self, model: ServedModel, body: CompletionBody) -> list[list[int]]:
+        given = parse.prompts_of(body)
         for text in given:
             if isinstance(text, str):
                 self._refuse_hopeless(model, len(text), "prompt")
         work = functools.partial(_encode_all, model.tokenizer, given, body)
         long = sum(len(prompt) for prompt in given) > self._limits.inline_chars
+        return await self._on_thread(work) if long else work()
+
+    async def _echo(self, model: ServedModel, body: CompletionBody, call: plan.Call) -> tuple[str, ...]:
+        """The text of each prompt, as it was given or of its ids."""
+        work = functools.partial(_prompt_texts, model.tokenizer, parse.prompts_of(body), call)
+        long = call.prompt_tokens > self._limits.inline_chars
         return await self._on_thread(work) if long else work()
 
     def _refuse_hopeless(self, model: ServedModel, chars: int, param: str) -> None:
@@ -241,20 +267,20 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _encode_all(
-    tokenizer: Tokenizer, given: Sequence[str | list[int]], body: CompletionBody
-) -> tuple[list[list[int]], list[str]]:
+def _encode_all(tokenizer: Tokenizer, given: Sequence[str | list[int]], body: CompletionBody) -> list[list[int]]:
     add_special = body.add_special_tokens is not False
-    prompts, echo = [], []
-    for prompt in given:
-        if isinstance(prompt, str):
-            # A raw prompt is the client's own template, so what it spells as special is special.
-            prompts.append(tokenizer.encode(prompt, add_special=add_special, parse_special=True))
-            echo.append(prompt if body.echo else "")
-        else:
-            prompts.append(prompt)
-            echo.append(tokenizer.decode(prompt, body.skip_special_tokens is not False) if body.echo else "")
-    return prompts, echo
+    # A raw prompt is the client's own template, so what it spells as special is special.
+    return [
+        tokenizer.encode(prompt, add_special=add_special, parse_special=True) if isinstance(prompt, str) else prompt
+        for prompt in given
+    ]
+
+
+def _prompt_texts(tokenizer: Tokenizer, given: Sequence[str | list[int]], call: plan.Call) -> tuple[str, ...]:
+    return tuple(
+        prompt if isinstance(prompt, str) else tokenizer.decode(request.prompt, request.skip_special_tokens)
+        for prompt, request in zip(given, call.requests, strict=True)
+    )
 
 
 def _label(prefix: str) -> plan.Label:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from janus_server.errors import require
-from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, Program, StepInputs
+from janus_server.kernels.table import Array, Band, CacheLayer, DType, Form, Matrix, Program, StepInputs, require_rows
 
-ABI = 2
+ABI = 3
 PANEL_ROWS = 32
 MAX_HEAD_DIM = 1024
 ALIGNMENT_BYTES = 64
@@ -32,12 +32,16 @@ _SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("janus_abi", _I, ()),
     ("janus_pool_new", _P, (_I,)),
     ("janus_pool_free", None, (_P,)),
-    ("janus_matrix_bytes", _I, (_I, _I, _I)),
+    ("janus_band_bytes", _I, (_I, _I, _I)),
     ("janus_store_rows", _I, (_P, _P, _I, _I)),
     ("janus_read_rows", None, (_P, _P)),
     ("janus_run", _I, (_P, _P, _I, _P)),
     ("janus_copy", None, (_P, _I, _I, _I)),
 )
+
+
+# Forms by the numbers that the library knows them by.
+_FORMS = (Form.F32, Form.BF16, Form.Q4_1, Form.Q8_0, Form.Q4_K, Form.Q6_K)
 
 
 class _Kind(enum.IntEnum):
@@ -64,8 +68,12 @@ class _StepRecord(ctypes.Structure):
     )  # fmt: skip
 
 
+class _BandRecord(ctypes.Structure):
+    _fields_ = (("data", _P), ("n", _I), ("k", _I), ("form", _I))
+
+
 class _MatrixRecord(ctypes.Structure):
-    _fields_ = (("data", _P), ("n", _I), ("k", _I), ("bf16", _I))
+    _fields_ = (("bands", ctypes.POINTER(_BandRecord)), ("count", _I), ("n", _I), ("k", _I))
 
 
 class _CacheRecord(ctypes.Structure):
@@ -94,9 +102,10 @@ class _Tape:
 
 
 class CpuNative:
-    """`Kernels` over the compiled library. Activations are f32; weights and cache f32 or bf16."""
+    """`Kernels` over the compiled library. Activations are f32, the cache f32 or bf16; weights have any form."""
 
     name = "cpu"
+    forms = frozenset(Form)
 
     def __init__(self, library: Path, threads: int) -> None:
         """Raises OSError when the library cannot be loaded on this machine (a missing symbol is a Bug)."""
@@ -108,7 +117,7 @@ class CpuNative:
             function.argtypes = arguments
         require(loaded.janus_abi() == ABI, f"{library.name} speaks another version than this server")
         self.threads = threads
-        self._matrix_bytes = loaded.janus_matrix_bytes
+        self._band_bytes = loaded.janus_band_bytes
         self._store_rows = loaded.janus_store_rows
         self._read_rows = loaded.janus_read_rows
         self._run = loaded.janus_run
@@ -123,7 +132,7 @@ class CpuNative:
             self._pool_free(self._pool)
             self._pool = None
 
-    def act_dtype(self, weights: DType) -> DType:
+    def act_dtype(self, model: DType) -> DType:
         return DType.F32
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
@@ -144,33 +153,45 @@ class CpuNative:
 
     # Weights and cache
 
-    def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
-        return int(self._matrix_bytes(n, k, dtype is DType.BF16))
+    def band_bytes(self, n: int, k: int, form: Form) -> int:
+        return int(self._band_bytes(n, k, _FORMS.index(form)))
 
-    def row_step(self, dtype: DType) -> int:
+    def row_step(self, form: Form) -> int:
         return PANEL_ROWS
 
-    def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
-        require(n > 0 and k > 0, f"an empty matrix [{n}, {k}]")
+    def matrix(self, data: np.ndarray, k: int, bands: tuple[Band, ...]) -> Matrix:
+        require(k > 0 and len(bands) > 0 and all(b.rows > 0 for b in bands), f"an empty matrix of {k} inputs")
         require(data.dtype == np.uint8 and data.flags.c_contiguous, "a matrix lies in flat bytes")
-        require(data.size >= self.matrix_bytes(n, k, dtype), f"{data.size} bytes are too few for [{n}, {k}]")
-        address = _address(data)
-        require(address % ALIGNMENT_BYTES == 0, "a matrix begins at a multiple of 64 bytes")
-        record = _MatrixRecord(address, n, k, dtype is DType.BF16)
-        return Matrix(data, n, k, dtype, _Handle(record, ctypes.addressof(record)))
+        at = _address(data)
+        require(at % ALIGNMENT_BYTES == 0, "a matrix begins at a multiple of 64 bytes")
+        records, n, used = (_BandRecord * len(bands))(), 0, 0
+        for record, band in zip(records, bands, strict=True):
+            require(k % band.form.block_values == 0, f"rows of {k} values are not whole {band.form.label} blocks")
+            require(n % PANEL_ROWS == 0, f"a band begins at row {n}, inside a panel")
+            record.data, record.n, record.k, record.form = at + used, band.rows, k, _FORMS.index(band.form)
+            n, used = n + band.rows, used + self.band_bytes(band.rows, k, band.form)
+        require(data.size >= used, f"{data.size} bytes are too few for [{n}, {k}]")
+        whole = _MatrixRecord(records, len(bands), n, k)
+        return Matrix(data, n, k, bands, _Handle(whole, ctypes.addressof(whole)))
 
     def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
-        count, k = rows.shape
-        require(rows.dtype == _storage(matrix.dtype), f"rows are {rows.dtype}, the matrix {matrix.dtype.value}")
-        require(k == matrix.k and 0 <= start and start + count <= matrix.n, f"rows {start}+{count} outside the matrix")
-        last = start + count == matrix.n
-        require(start % PANEL_ROWS == 0 and (count % PANEL_ROWS == 0 or last), f"rows {start}+{count} split a panel")
+        index, first = 0, 0  # of the band that row `start` is in
+        while index < len(matrix.bands) - 1 and start >= first + matrix.bands[index].rows:
+            first += matrix.bands[index].rows
+            index += 1
+        band, count = matrix.bands[index], rows.shape[0]
+        require_rows(rows, band.form, matrix.k)
+        end = first + band.rows
+        require(first <= start and start + count <= end, f"rows {start}+{count} outside their band")
+        whole = start % PANEL_ROWS == 0 and (count % PANEL_ROWS == 0 or start + count == end)
+        require(whole, f"rows {start}+{count} split a panel")
         if count == 0:
             return 0
-        return int(self._store_rows(matrix.handle.address, _address(rows), count, start))
+        record = ctypes.addressof(matrix.handle.record.bands[index])
+        return int(self._store_rows(record, _address(rows), count, start - first))
 
     def read_rows(self, matrix: Matrix) -> np.ndarray:
-        rows = np.empty((matrix.n, matrix.k), _storage(matrix.dtype))
+        rows = np.empty((matrix.n, matrix.k), np.float32)
         self._read_rows(matrix.handle.address, _address(rows))
         return rows
 
@@ -289,10 +310,6 @@ def _step(
         record.positions, record.query_start = _address(inputs.positions), _address(inputs.query_start)
         record.page_table, record.row_sequence = _address(inputs.page_table), _address(inputs.row_sequence)
     return record
-
-
-def _storage(dtype: DType) -> type[np.float32] | type[np.uint16]:
-    return np.float32 if dtype is DType.F32 else np.uint16
 
 
 def _address(array: np.ndarray, at: Any = ctypes.addressof, view: Any = ctypes.c_char.from_buffer) -> int:

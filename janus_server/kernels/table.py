@@ -12,8 +12,8 @@ keys and values before it; never on how many other rows share the call, on how a
 which page ids hold the cache. Outputs are then bit-equal alone and in any batch. (torch_ref in bf16 is exempt: oneDNN
 picks its blocking by row count, so there ids are equal only up to near-ties.)
 
-Dtypes: the residual stream `x` is f32. What feeds a matrix ("act") is `act_dtype(weights)`: f32 on `cpu`, the weights'
-own dtype on torch_ref. The KV cache has the model's dtype.
+Dtypes: the residual stream `x` is f32. What feeds a matrix ("act") is `act_dtype(model)`: f32 on `cpu`, the model's own
+dtype on torch_ref. The KV cache has the model's dtype. What a matrix is stored as is its Form, one or several a matrix.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import numpy as np
+
+from janus_server.errors import require
 
 Array = Any  # numpy.ndarray or torch.Tensor, by table
 
@@ -39,19 +42,61 @@ class DType(enum.Enum):
         return 4 if self is DType.F32 else 2
 
 
+class Form(enum.Enum):
+    """What rows of a matrix are stored as: a name for people, values a block, bytes a block of the rows given to
+    `store_rows`.
+
+    The quantised forms hold what GGUF's blocks of that name hold, rearranged but not changed, and stand for exactly the
+    float32 values that the reference dequantisation gives. A product over them equals one over those values in F32.
+    """
+
+    F32 = ("float32", 1, 4)
+    BF16 = ("bfloat16", 1, 2)
+    Q4_1 = ("q4_1", 32, 20)
+    Q8_0 = ("q8_0", 32, 34)
+    Q4_K = ("q4_k", 256, 144)
+    Q6_K = ("q6_k", 256, 210)
+
+    @property
+    def label(self) -> str:
+        return self.value[0]
+
+    @property
+    def block_values(self) -> int:
+        return self.value[1]
+
+    @property
+    def quantised(self) -> bool:
+        return self.value[1] > 1
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of one row of k values as `store_rows` takes it; k is a multiple of block_values."""
+        return k // self.value[1] * self.value[2]
+
+
+PLAIN_FORM: Final = MappingProxyType({DType.F32: Form.F32, DType.BF16: Form.BF16})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """`rows` neighbouring rows of a matrix that share one form."""
+
+    form: Form
+    rows: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight matrix [n, k] (n outputs, k inputs) in the table's own stored form.
+    """A weight matrix [n, k] (n outputs, k inputs) in the table's own stored forms, a band after the other.
 
-    data is a flat uint8 numpy view of xTensor memory that `matrix_bytes(n, k, dtype)` sized and `store_rows` filled;
-    its address is a multiple of 64. `handle` is whatever the table keeps beside it (a pointer, a tensor), made by
-    `matrix`.
+    data is a flat uint8 numpy view of xTensor memory, the sum of the bands' `band_bytes`, that `store_rows` filled; its
+    address is a multiple of 64. `handle` is whatever the table keeps beside it (a pointer, a tensor), made by `matrix`.
     """
 
     data: np.ndarray
     n: int
     k: int
-    dtype: DType
+    bands: tuple[Band, ...]
     handle: Any
 
 
@@ -60,8 +105,10 @@ class CacheLayer:
     """One layer's keys and values as a strided view of the slab: page ids index the first dimension.
 
     Logical shape [pages, 2, kv_heads, page_tokens, head_dim]; [p, 0] are keys, [p, 1] values. The last four dimensions
-    are contiguous (row-major); consecutive pages are `page_stride_bytes` apart. slab is the whole slab as flat uint8;
-    the layer starts at `offset_bytes` inside each page. `handle` is made by `cache_layer`.
+    are contiguous; consecutive pages are `page_stride_bytes` apart. Their order inside is the table's own, so pages are
+    moved and copied whole: torch_ref has them row-major; cpu too, but for keys, which are interleaved in panels of 32
+    tokens (the last panel of a page has those that are left) as `cuda/janus_cache.h` says. slab is the whole slab as
+    flat uint8; the layer starts at `offset_bytes` inside each page. `handle` is made by `cache_layer`.
     """
 
     slab: np.ndarray
@@ -101,12 +148,13 @@ class Program:
 
 
 class Kernels(Protocol):
-    """Every output array is given by the caller, contiguous, and fully written."""
+    """Every output array is given by the caller, contiguous, and fully written. `forms` are what a matrix may be."""
 
     name: str
+    forms: frozenset[Form]
 
-    def act_dtype(self, weights: DType) -> DType:
-        """Element type of what feeds a matrix."""
+    def act_dtype(self, model: DType) -> DType:
+        """Element type of what feeds a matrix of a model of this dtype."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Uninitialised contiguous memory, 64-byte aligned."""
@@ -118,24 +166,26 @@ class Kernels(Protocol):
         """An f32 array as numpy, no copy on a CPU (logits for the sampler)."""
 
     # Weights
-    def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
-        """Bytes that a stored [n, k] matrix takes (a multiple of 64)."""
+    def band_bytes(self, n: int, k: int, form: Form) -> int:
+        """Bytes that n stored rows of k values take (a multiple of 64)."""
 
-    def row_step(self, dtype: DType) -> int:
-        """Row starts passed to `store_rows` are multiples of this; only the last call may give a ragged count."""
+    def row_step(self, form: Form) -> int:
+        """Rows of a band but a matrix's last, and row starts passed to `store_rows`, are multiples of this; only the
+        last call for a band may give a ragged count."""
 
-    def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
+    def matrix(self, data: np.ndarray, k: int, bands: tuple[Band, ...]) -> Matrix:
         """The handle over memory that is or will be filled by store_rows."""
 
     def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
-        """Write rows [r, k] (float32, or uint16 bits of bf16: exactly matrix.dtype, C-contiguous) as rows start …
-        start+r-1.
+        """Write rows as rows start … start+r-1, all of one band; C-contiguous, of its form: [r, k] float32, [r, k]
+        uint16 bits of bf16, or [r, form.row_bytes(k)] uint8 blocks as GGUF has them.
 
-        Returns how many of the values were NaN or infinite, so that the loader can refuse the tensor by name.
+        Returns how many of the values (in blocks: of the half floats that scale them) were NaN or infinite, so that the
+        loader can refuse the tensor by name.
         """
 
     def read_rows(self, matrix: Matrix) -> np.ndarray:
-        """The stored matrix as plain rows [n, k]; the inverse of store_rows."""
+        """What the matrix stands for, [n, k] float32."""
 
     def cache_layer(
         self,
@@ -185,8 +235,10 @@ class Kernels(Protocol):
     def attention(self, q: Array, inputs: StepInputs, cache: CacheLayer, scale: float, out: Array) -> None:
         """out [N, heads, head_dim] act: causal attention of each row over its sequence's cached positions ≤ its own.
 
-        Grouped: query head h reads kv head h // (heads / kv_heads). Scores and softmax in f32, keys taken in fixed
-        blocks of absolute positions so that chunking cannot change a bit.
+        Grouped: query head h reads kv head h // (heads / kv_heads). Scores and softmax in f32, keys taken in blocks of
+        positions that depend on page_tokens at most, so that chunking cannot change a bit. Slots that were never
+        written may hold anything. `cpu` does not even multiply later values by zero: an infinite one harms nobody
+        before it.
         """
 
     def silu_mul(self, gate_up: Array, out: Array) -> None:
@@ -207,3 +259,13 @@ class Kernels(Protocol):
 
     def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
         """Copy one whole page inside the slab."""
+
+
+def require_rows(rows: np.ndarray, form: Form, k: int) -> None:
+    """Bug unless rows are what `store_rows` takes for that form."""
+    wanted = {Form.F32: np.float32, Form.BF16: np.uint16}.get(form, np.uint8)
+    width = form.row_bytes(k) // np.dtype(wanted).itemsize
+    require(rows.ndim == 2 and rows.dtype == wanted, f"rows are {rows.dtype}, the matrix {form.label}")
+    require(
+        rows.shape[1] == width and rows.flags.c_contiguous, f"rows of {rows.shape[1]} where {form.label} has {width}"
+    )

@@ -19,19 +19,21 @@ import numpy as np
 import torch
 
 from janus_server.errors import Bug, require
-from janus_server.kernels.table import Array, CacheLayer, DType, Matrix, Program, StepInputs
+from janus_server.kernels.table import Array, Band, CacheLayer, DType, Form, Matrix, Program, StepInputs, require_rows
 
 # F.linear on 16 rows gives a row the same bits in every slot of the tile; on 8 it does not (seen with 3 outputs, MKL,
 # AVX-512).
 TILE_ROWS = 16
 KEY_BLOCK = 64
 _TORCH: Final = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
+_STORED: Final = {Form.F32: torch.float32, Form.BF16: torch.bfloat16}
 
 
 class TorchRef:
     """`Kernels` over CPU tensors. A matrix is stored as plain rows; activations have the weights' dtype."""
 
     name = "torch_ref"
+    forms = frozenset({Form.F32, Form.BF16})
 
     def __init__(self, threads: int) -> None:
         require(threads >= 1, f"torch needs at least one thread, not {threads}")
@@ -41,8 +43,8 @@ class TorchRef:
     def close(self) -> None:
         """Nothing to end."""
 
-    def act_dtype(self, weights: DType) -> DType:
-        return weights
+    def act_dtype(self, model: DType) -> DType:
+        return model
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
         return torch.empty(shape, dtype=_TORCH[dtype])
@@ -54,27 +56,31 @@ class TorchRef:
     def to_numpy(self, array: Array) -> np.ndarray:
         return array.numpy()  # type: ignore[no-any-return]
 
-    def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
-        return (n * k * dtype.bytes + 63) // 64 * 64
+    def band_bytes(self, n: int, k: int, form: Form) -> int:
+        return (n * form.row_bytes(k) + 63) // 64 * 64
 
-    def row_step(self, dtype: DType) -> int:
+    def row_step(self, form: Form) -> int:
         return 1
 
-    def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
-        require(data.dtype == np.uint8 and data.size >= n * k * dtype.bytes, f"{data.size} bytes are too few")
-        rows = torch.from_numpy(data)[: n * k * dtype.bytes].view(_TORCH[dtype]).view(n, k)
-        return Matrix(data, n, k, dtype, rows)
+    def matrix(self, data: np.ndarray, k: int, bands: tuple[Band, ...]) -> Matrix:
+        require(len(bands) == 1 and bands[0].form in self.forms, f"{self.name} stores a matrix in one plain form")
+        form, n = bands[0].form, bands[0].rows
+        require(data.dtype == np.uint8 and data.size >= n * form.row_bytes(k), f"{data.size} bytes are too few")
+        rows = torch.from_numpy(data)[: n * form.row_bytes(k)].view(_STORED[form]).view(n, k)
+        return Matrix(data, n, k, bands, rows)
 
     def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
-        require(rows.dtype == _storage(matrix.dtype), f"rows are {rows.dtype}, the matrix {matrix.dtype.value}")
-        require(rows.shape[1] == matrix.k and start + rows.shape[0] <= matrix.n, "rows outside the matrix")
-        _plain_rows(matrix)[start : start + rows.shape[0]] = rows
-        if matrix.dtype is DType.F32:
+        form = matrix.bands[0].form
+        require_rows(rows, form, matrix.k)
+        require(0 <= start and start + rows.shape[0] <= matrix.n, "rows outside the matrix")
+        stored = matrix.data[: matrix.n * form.row_bytes(matrix.k)].view(rows.dtype).reshape(matrix.n, matrix.k)
+        stored[start : start + rows.shape[0]] = rows
+        if form is Form.F32:
             return int(rows.size - np.count_nonzero(np.isfinite(rows)))
         return int(np.count_nonzero((rows & 0x7F80) == 0x7F80))
 
     def read_rows(self, matrix: Matrix) -> np.ndarray:
-        return _plain_rows(matrix).copy()
+        return np.array(matrix.handle.float().numpy())
 
     def cache_layer(
         self, slab: np.ndarray, offset_bytes: int, page_stride_bytes: int, kv_heads: int, page_tokens: int,
@@ -213,7 +219,9 @@ def _attend(q: torch.Tensor, positions: torch.Tensor, blocks: _KeyBlocks, scale:
 def _products(act: torch.Tensor, matrix: Matrix) -> Iterator[tuple[slice, torch.Tensor]]:
     """act @ matrix.T as f32, tile by tile; each tile is a fresh, aligned, whole block of TILE_ROWS rows."""
     require(act.shape[1] == matrix.k, "linear: shapes differ")
-    if matrix.dtype is DType.BF16:  # oneDNN rounds the sums to bf16; a float matrix would cost four times the time
+    if (
+        matrix.bands[0].form is Form.BF16
+    ):  # oneDNN rounds the sums to bf16; a float matrix would cost four times the time
         yield slice(0, act.shape[0]), torch.nn.functional.linear(act, matrix.handle).float()
         return
     for row in range(0, act.shape[0], TILE_ROWS):
@@ -273,12 +281,3 @@ def _in_range(ids: np.ndarray, limit: int, message: str) -> None:
 
 def _index(ids: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(ids.astype(np.int64))
-
-
-def _plain_rows(matrix: Matrix) -> np.ndarray:
-    size = matrix.n * matrix.k * matrix.dtype.bytes
-    return matrix.data[:size].view(_storage(matrix.dtype)).reshape(matrix.n, matrix.k)
-
-
-def _storage(dtype: DType) -> type[np.float32] | type[np.uint16]:
-    return np.float32 if dtype is DType.F32 else np.uint16

@@ -53,6 +53,8 @@ class KvPages:
         require(refs > 0, f"page {page} was dropped more often than held")
         if refs > 1:
             self._refs[page] = refs - 1
+            if refs == 2:
+                self._pool.ease()  # the one holder left may be the prefix cache, which gives pages up when asked
             return False
         del self._refs[page]
         self._pool.release(self.owner, (page,))

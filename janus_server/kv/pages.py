@@ -13,9 +13,6 @@ from collections.abc import Callable
 from janus_server.errors import require
 from janus_server.types import Owner
 
-_FREE = 0
-_HELD = 1
-
 
 class Reservation:
     """Pages taken out of the pool for an owner, not yet in use. Ends by exactly one of `commit` and `cancel`."""
@@ -56,7 +53,9 @@ class PagePool:
         self.free_pages = n_pages
         # The lowest id that was ever taken from the high end: pages from here up have been in use, or soon will be.
         self.high_mark = n_pages
-        self._state = bytearray(n_pages)
+        # Grows whenever a page came back, or can be given up now and could not before: while it stands, whoever found
+        # no room need not look again.
+        self.eased = 0
         self._owners: list[Owner | None] = [None] * n_pages
         self._held: dict[Owner, int] = {}
         self._low = list(range(n_pages))
@@ -88,7 +87,6 @@ class PagePool:
         if not pages:
             return
         for page in pages:
-            self._state[page] = _FREE
             self._owners[page] = None
             if not self._in_low[page]:
                 self._in_low[page] = 1
@@ -97,6 +95,7 @@ class PagePool:
                 self._in_high[page] = 1
                 heapq.heappush(self._high, -page)
         self.free_pages += len(pages)
+        self.eased += 1
         self._held[owner] -= len(pages)
         if not self._held[owner]:
             del self._held[owner]
@@ -112,14 +111,14 @@ class PagePool:
         """Pages by owner; owners that hold none are absent."""
         return dict(self._held)
 
-    def owner_of(self, page: int) -> Owner | None:
-        return self._owners[page]
+    def ease(self) -> None:
+        """Somebody holds a page that can be given up from now on, though it has not come back."""
+        self.eased += 1
 
     def check(self) -> None:
         """Raise Bug unless every page is either free or held by exactly the owner that is charged for it."""
         counts: dict[Owner, int] = {}
-        for page, owner in enumerate(self._owners):
-            require((owner is None) == (self._state[page] == _FREE), f"page {page}: state and owner disagree")
+        for owner in self._owners:
             if owner is not None:
                 counts[owner] = counts.get(owner, 0) + 1
         require(counts == self._held, "held counts differ from the pages themselves")
@@ -131,7 +130,6 @@ class PagePool:
             return None
         pages = tuple(pop() for _ in range(n))
         for page in pages:
-            self._state[page] = _HELD
             self._owners[page] = owner
         self.free_pages -= n
         if n:
@@ -142,12 +140,12 @@ class PagePool:
         while True:
             page = heapq.heappop(self._low)
             self._in_low[page] = 0
-            if self._state[page] == _FREE:
+            if self._owners[page] is None:
                 return page
 
     def _pop_high(self) -> int:
         while True:
             page = -heapq.heappop(self._high)
             self._in_high[page] = 0
-            if self._state[page] == _FREE:
+            if self._owners[page] is None:
                 return page

@@ -33,7 +33,8 @@ ROPE_FREQS: Final = "rope_freqs.weight"
 class Checkpoint:
     """A checkpoint whose headers were read and checked against its spec; nothing is open.
 
-    spec.dtype is what the weights will be stored as. tensors are under their own names (GGUF names when is_gguf). The
+    spec.dtype is the model's: what weights will be stored as that are not kept as they are. as_stored is True where
+    quantised tensors may be kept in their blocks. tensors are under their own names (GGUF names when is_gguf). The
     tokenizer comes from tokenizer_folder, or for a GGUF file from metadata. total_bytes are the bytes that loading
     reads; fingerprint is a digest of file names, sizes, configs and headers, not of the weights themselves.
     """
@@ -46,6 +47,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
     fingerprint: str
     total_bytes: int
+    as_stored: bool = False
 
     def source(self, part: Part) -> TensorEntry:
         return self.tensors[part.gguf if self.is_gguf else part.hf]
@@ -54,7 +56,8 @@ class Checkpoint:
 def open_checkpoint(path: Path, dtype: DType | None = None) -> Checkpoint:
     """Read and check a GGUF file, a folder with one, or a Hugging Face folder. Only headers and configs are read.
 
-    dtype None keeps float32 checkpoints in float32 and stores everything else as bfloat16.
+    dtype None keeps float32 checkpoints in float32, quantised tensors as they are where the kernel table can hold them,
+    and stores everything else as bfloat16. A dtype asked for is what all weights become.
     """
     if not path.exists():
         raise BadModel(f"{path} does not exist.")
@@ -68,7 +71,7 @@ def open_checkpoint(path: Path, dtype: DType | None = None) -> Checkpoint:
     stored = _stored_dtype(needed.values())
     spec = msgspec.structs.replace(opened.spec, dtype=dtype or stored)
     total_bytes = sum(entry.nbytes for entry in needed.values())
-    return dataclasses.replace(opened, spec=spec, tensors=needed, total_bytes=total_bytes)
+    return dataclasses.replace(opened, spec=spec, tensors=needed, total_bytes=total_bytes, as_stored=dtype is None)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

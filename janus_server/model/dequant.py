@@ -1,4 +1,5 @@
-"""Turns stored tensor bytes into float32 or bfloat16 rows. Called by `load`, one staging buffer at a time.
+"""Turns stored tensor bytes into rows that a kernel table stores: float32, bfloat16, or the blocks as they are. Called
+by `load`, one staging buffer at a time.
 
 Arithmetic only: the float32 results equal the reference dequantisation bit for bit (same operations in the same order),
 and bfloat16 is float32 rounded to nearest even. Work goes in steps that stay in a core's cache, and numpy releases the
@@ -8,38 +9,48 @@ to count; this module must never hide one.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from janus_server.kernels.table import DType
+from janus_server.errors import require
+from janus_server.kernels.table import Form
 from janus_server.model.stored import Encoding
 
 STEP_VALUES: Final = 1 << 17  # 512 KiB of float32: with its temporaries about one L2
-
-
+KEPT_FORMS: Final = MappingProxyType({
+    Encoding.Q4_0: Form.Q4_1, Encoding.Q4_1: Form.Q4_1, Encoding.Q8_0: Form.Q8_0, Encoding.Q4_K: Form.Q4_K,
+    Encoding.Q6_K: Form.Q6_K,
+})  # fmt: skip
+# Where the half floats of a block are; with finite ones every value of the block is finite.
+HALVES: Final = MappingProxyType({Form.Q4_1: (0, 2), Form.Q8_0: (0,), Form.Q4_K: (0, 2), Form.Q6_K: (208,)})
 VECTOR_ENCODINGS: Final = frozenset({Encoding.F32, Encoding.F16, Encoding.BF16})
 
 
-def numpy_type(dtype: DType) -> type[np.generic]:
-    """What holds the table's element type in numpy: bf16 is its uint16 bits."""
-    return np.float32 if dtype is DType.F32 else np.uint16
+def numpy_type(form: Form) -> type[np.generic]:
+    """What holds rows of a form in numpy: bf16 as its uint16 bits, blocks as bytes."""
+    return np.uint8 if form.quantised else np.float32 if form is Form.F32 else np.uint16
 
 
-def is_plain_copy(encoding: Encoding, dtype: DType) -> bool:
-    """True when stored bytes already are rows of dtype."""
-    return (encoding, dtype) in ((Encoding.F32, DType.F32), (Encoding.BF16, DType.BF16))
+def is_plain_copy(encoding: Encoding, form: Form) -> bool:
+    """True when stored bytes already are rows of the form; a form has the name of the encoding whose rows it takes."""
+    return encoding.name == form.name
 
 
-def convert_rows(raw: np.ndarray, encoding: Encoding, dtype: DType, out: np.ndarray) -> None:
-    """Fill out [r, k] (float32, or uint16 bits of bf16) from stored bytes raw [r, row_bytes] uint8, contiguous."""
-    if is_plain_copy(encoding, dtype):
+def convert_rows(raw: np.ndarray, encoding: Encoding, form: Form, out: np.ndarray) -> None:
+    """Fill out (rows of the form, as `store_rows` takes them) from file bytes raw [r, row_bytes] uint8, contiguous."""
+    if is_plain_copy(encoding, form):
         out.view(np.uint8)[...] = raw
+        return
+    if form.quantised:
+        require(encoding is Encoding.Q4_0 and form is Form.Q4_1, f"{encoding.label} cannot become {form.label}")
+        _widen_q4_0(raw, out)
         return
     flat = out.reshape(-1)
     blocks = raw.reshape(-1, encoding.block_bytes)
     step = STEP_VALUES // encoding.block_values
-    values = None if dtype is DType.F32 else np.empty(min(STEP_VALUES, flat.size), np.float32)
+    values = None if form is Form.F32 else np.empty(min(STEP_VALUES, flat.size), np.float32)
     with np.errstate(all="ignore"):
         for first in range(0, len(blocks), step):
             part = blocks[first : first + step]
@@ -50,6 +61,17 @@ def convert_rows(raw: np.ndarray, encoding: Encoding, dtype: DType, out: np.ndar
             else:
                 to_float32(part, encoding, values[:count])
                 round_to_bf16(values[:count], target)
+
+
+def finite_rows(rows: np.ndarray, form: Form) -> np.ndarray:
+    """Which rows [r] of a form hold finite numbers only; in blocks that is a matter of their half floats."""
+    if form is Form.F32:
+        return np.asarray(np.isfinite(rows).all(axis=1))
+    if form is Form.BF16:  # bf16 bits are the upper half of a float32's: all-ones exponents are NaN and infinity
+        return np.asarray(((rows & 0x7F80) != 0x7F80).all(axis=1))
+    blocks = rows.reshape(-1, form.row_bytes(form.block_values))
+    finite = np.logical_and.reduce([np.isfinite(_halves(blocks, at)).reshape(len(rows), -1) for at in HALVES[form]])
+    return np.asarray(finite.all(axis=1))
 
 
 def to_float32(blocks: np.ndarray, encoding: Encoding, out: np.ndarray) -> None:
@@ -90,6 +112,16 @@ def round_to_bf16(values: np.ndarray, out: np.ndarray) -> None:
     # A NaN with a large payload would carry over into a number. max propagates NaN and costs a tenth of isnan.
     if values.size and np.isnan(values.max()):
         out[np.isnan(values)] = 0x7FC0
+
+
+def _widen_q4_0(raw: np.ndarray, out: np.ndarray) -> None:
+    """Q4_0 as Q4_1, exactly: (q − 8)·d = q·d + (−8·d). A half float times −8 is one, or infinite and then refused."""
+    blocks, wide = raw.reshape(-1, Encoding.Q4_0.block_bytes), out.reshape(-1, Encoding.Q4_1.block_bytes)
+    with np.errstate(all="ignore"):
+        offsets = np.ascontiguousarray(blocks[:, 0:2]).view(np.float16) * np.float16(-8.0)
+    wide[:, 0:2] = blocks[:, 0:2]
+    wide[:, 2:4] = offsets.view(np.uint8)
+    wide[:, 4:] = blocks[:, 2:]
 
 
 def _by_block(flat: np.ndarray, size: int) -> np.ndarray:

@@ -15,17 +15,40 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from janus_server.errors import BadModel, require
-from janus_server.kernels.table import DType, Kernels, Matrix
+from janus_server.kernels.table import PLAIN_FORM, Form, Kernels, Matrix
 from janus_server.model.checkpoint import Checkpoint, open_checkpoint
-from janus_server.model.dequant import convert_rows, is_plain_copy, numpy_type
+from janus_server.model.dequant import KEPT_FORMS, convert_rows, finite_rows, is_plain_copy, numpy_type
 from janus_server.model.stored import FileStamp, OpenFile, TensorEntry, open_unchanged
-from janus_server.model.weights import LayerWeights, Layout, Part, Slot, SlotKind, Weights, bind, bind_slot
+from janus_server.model.weights import (
+    LayerWeights,
+    Layout,
+    Part,
+    Slot,
+    SlotKind,
+    SlotPlan,
+    Weights,
+    bind,
+    bind_slot,
+    layout,
+    slot_plans,
+)
 
-__all__ = ["Checkpoint", "LayerWeights", "Weights", "load_weights", "open_checkpoint"]
+__all__ = ["Checkpoint", "LayerWeights", "Weights", "load_weights", "open_checkpoint", "plan_layout"]
 
 STAGE_BYTES: Final = 1 << 20  # a core's L2 holds it, so the copy in and the pack out touch memory once
 
 Progress = Callable[[int, int], None]
+
+
+def plan_layout(checkpoint: Checkpoint, kernels: Kernels) -> Layout:
+    """Where a checkpoint's weights will lie: quantised tensors as they are where that was not asked otherwise and the
+    table has their form, all others as the spec's dtype."""
+    forms = {
+        plan.name: _part_forms(checkpoint, plan, kernels)
+        for plan in slot_plans(checkpoint.spec)
+        if plan.kind is SlotKind.MATRIX
+    }
+    return layout(checkpoint.spec, kernels.band_bytes, forms)
 
 
 def load_weights(
@@ -47,7 +70,7 @@ def load_weights(
     with contextlib.ExitStack() as stack:
         stamps = {entry.file for entry in checkpoint.tensors.values()}
         files = {stamp: stack.enter_context(open_unchanged(stamp)) for stamp in sorted(stamps, key=lambda s: s.path)}
-        loader = _Loader(checkpoint, placed.dtype, kernels, memory, files, max(threads, 1))
+        loader = _Loader(checkpoint, kernels, memory, files, max(threads, 1))
         chunks = [chunk for slot in placed.entries for chunk in loader.chunks(slot)]
         progress(0, checkpoint.total_bytes)
         done = 0
@@ -57,11 +80,27 @@ def load_weights(
     return weights
 
 
+def _part_forms(checkpoint: Checkpoint, plan: SlotPlan, kernels: Kernels) -> tuple[Form, ...]:
+    plain = PLAIN_FORM[checkpoint.spec.dtype]
+    if not checkpoint.as_stored:
+        return (plain,) * len(plan.parts)
+    kept = (KEPT_FORMS.get(checkpoint.source(part).encoding, plain) for part in plan.parts)
+    forms = tuple(form if form in kernels.forms else plain for form in kept)
+    row = 0
+    for part, form, following in zip(plan.parts, forms, forms[1:], strict=False):
+        row += part.rows
+        if form is not following and row % kernels.row_step(following):
+            return (plain,) * len(plan.parts)
+    return forms
+
+
 class _Chunk(NamedTuple):
-    """Rows first … last-1 of a slot: what one staging buffer holds. matrix is None for a vector, taken whole."""
+    """Rows first … last-1 of a slot, all of one form: what one staging buffer holds. matrix is None for a vector, taken
+    whole."""
 
     slot: Slot
     matrix: Matrix | None
+    form: Form
     first: int
     last: int
 
@@ -79,12 +118,12 @@ class _Stage:
             self._stored = np.empty(nbytes, np.uint8)
         return self._stored[:nbytes]
 
-    def rows(self, count: int, k: int, dtype: DType) -> np.ndarray:
-        """[count, k] of the stored dtype."""
-        nbytes = count * k * dtype.bytes
+    def rows(self, count: int, k: int, form: Form) -> np.ndarray:
+        """count rows of k values as the kernel table takes them."""
+        nbytes = count * form.row_bytes(k)
         if self._rows.size < nbytes:
             self._rows = np.empty(nbytes, np.uint8)
-        return self._rows[:nbytes].view(numpy_type(dtype)).reshape(count, k)
+        return self._rows[:nbytes].view(numpy_type(form)).reshape(count, -1)
 
 
 class _Loader:
@@ -93,14 +132,12 @@ class _Loader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: DType,
         kernels: Kernels,
         memory: np.ndarray,
         files: Mapping[FileStamp, OpenFile],
         threads: int,
     ) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
         self._kernels = kernels
         self._memory = memory
         self._files = files
@@ -110,15 +147,17 @@ class _Loader:
             self._stages.put(_Stage())
 
     def chunks(self, slot: Slot) -> Iterator[_Chunk]:
-        """Cut a slot at multiples of the table's row step, wherever its parts begin."""
+        """Cut each band of a slot at multiples of the table's row step, wherever its parts begin."""
         if slot.kind is SlotKind.VECTOR:
-            yield _Chunk(slot, None, 0, slot.n)
+            yield _Chunk(slot, None, Form.F32, 0, slot.n)
             return
-        matrix = bind_slot(slot, self._dtype, self._kernels, self._memory)
-        step = self._kernels.row_step(self._dtype)
-        rows = max(STAGE_BYTES // (slot.k * self._dtype.bytes) // step, 1) * step
-        for first in range(0, slot.n, rows):
-            yield _Chunk(slot, matrix, first, min(first + rows, slot.n))
+        matrix, start = bind_slot(slot, self._kernels, self._memory), 0
+        for band in slot.bands:
+            step, end = self._kernels.row_step(band.form), start + band.rows
+            rows = max(STAGE_BYTES // band.form.row_bytes(slot.k) // step, 1) * step
+            for first in range(start, end, rows):
+                yield _Chunk(slot, matrix, band.form, first, min(first + rows, end))
+            start = end
 
     def run_all(self, chunks: list[_Chunk]) -> Iterator[int]:
         """Run every chunk and yield the stored bytes of each, in order."""
@@ -136,11 +175,11 @@ class _Loader:
         try:
             if chunk.matrix is None:
                 out = self._memory[chunk.slot.offset :][: chunk.slot.nbytes].view(np.float32).reshape(-1, 1)
-                read_bytes = self._fill(chunk, DType.F32, out, stage)
+                read_bytes = self._fill(chunk, out, stage)
                 bad = int(np.count_nonzero(~np.isfinite(out)))
             else:
-                out = stage.rows(chunk.last - chunk.first, chunk.slot.k, self._dtype)
-                read_bytes = self._fill(chunk, self._dtype, out, stage)
+                out = stage.rows(chunk.last - chunk.first, chunk.slot.k, chunk.form)
+                read_bytes = self._fill(chunk, out, stage)
                 bad = self._kernels.store_rows(out, chunk.first, chunk.matrix)
         finally:
             self._stages.put(stage)
@@ -148,22 +187,23 @@ class _Loader:
             raise BadModel(self._blame(chunk, out))
         return read_bytes
 
-    def _fill(self, chunk: _Chunk, dtype: DType, out: np.ndarray, stage: _Stage) -> int:
-        """Fill out [last-first, k] from every part that has rows in the chunk; the stored bytes of those rows."""
+    def _fill(self, chunk: _Chunk, out: np.ndarray, stage: _Stage) -> int:
+        """Fill out, a row a row of the chunk, from every part that has some; the stored bytes of those rows."""
         read_bytes = 0
         for part, low, high, at in _overlaps(chunk):
             entry = self._checkpoint.source(part)
-            self._read_rows(part, entry, low, high, dtype, out[at : at + high - low], stage)
-            read_bytes += (high - low) * entry.encoding.row_bytes(chunk.slot.k)
+            row_bytes = entry.encoding.row_bytes(chunk.slot.k)
+            self._read_rows(part, entry, _Span(low, high, row_bytes), chunk.form, out[at : at + high - low], stage)
+            read_bytes += (high - low) * row_bytes
         return read_bytes
 
     def _read_rows(
-        self, part: Part, entry: TensorEntry, low: int, high: int, dtype: DType, out: np.ndarray, stage: _Stage
+        self, part: Part, entry: TensorEntry, span: _Span, form: Form, out: np.ndarray, stage: _Stage
     ) -> None:
-        """Rows low … high-1 of one tensor, in our order, as dtype into out."""
-        file, row_bytes = self._files[entry.file], entry.encoding.row_bytes(out.shape[1])
+        """Rows of one tensor, in our order, in that form into out."""
+        file, (low, high, row_bytes) = self._files[entry.file], span
         head = part.gguf_pairs_head_dim if self._checkpoint.is_gguf else 0
-        if not head and is_plain_copy(entry.encoding, dtype):
+        if not head and is_plain_copy(entry.encoding, form):
             file.read_into(out.view(np.uint8).reshape(-1).data, entry.offset + low * row_bytes)
             return
         # Rows of a head are scattered over it, so whole heads are read.
@@ -173,25 +213,29 @@ class _Loader:
         if head:
             stored = stored.reshape(-1, head // 2, 2, row_bytes).swapaxes(1, 2).reshape(-1, row_bytes)
         rows = stored.reshape(-1, row_bytes)[low - start : high - start]
-        convert_rows(rows, entry.encoding, dtype, out)
+        convert_rows(rows, entry.encoding, form, out)
 
     def _blame(self, chunk: _Chunk, out: np.ndarray) -> str:
         """The sentence for values that are not numbers. The stage may hold another chunk by now: rows are read anew."""
-        stage = _Stage()
-        dtype = DType.F32 if chunk.matrix is None else self._dtype
         again = np.empty_like(out)
-        self._fill(chunk, dtype, again, stage)
+        self._fill(chunk, again, _Stage())
         for part, low, high, at in _overlaps(chunk):
-            rows = again[at : at + high - low]
-            # bf16 bits are the upper half of a float32's: all-ones exponents are NaN and infinity.
-            finite = np.isfinite(rows) if dtype is DType.F32 else (rows & 0x7F80) != 0x7F80
+            finite = finite_rows(again[at : at + high - low], chunk.form)
             if not finite.all():
-                row = low + int(np.argwhere(~finite)[0][0])
+                row = low + int(np.argmin(finite))
                 return (
                     f"tensor {self._checkpoint.source(part).name!r} holds a NaN, an infinity or a number too large for "
-                    f"{dtype.value}, first in row {row}."
+                    f"{chunk.form.label}, first in row {row}."
                 )
         return f"a tensor of {chunk.slot.name} holds values that are not numbers."
+
+
+class _Span(NamedTuple):
+    """Rows low … high-1 of a tensor, row_bytes each in its file."""
+
+    low: int
+    high: int
+    row_bytes: int
 
 
 class _Overlap(NamedTuple):

@@ -1,12 +1,13 @@
 """From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, and the draw. numpy on the host.
 
-A draw depends on the row's logits and its SampleSpec alone: the random number is a hash of (seed, position), so the
-same seed gives the same text whatever else is in the batch, after preemption, and on another node.
+A draw depends on the row's logits and its SampleSpec alone: the random number is a hash of (seed, choice, position), so
+the same seed gives the same text whatever else is in the batch, after preemption, and on another node.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from janus_server.types import Sampled, SampleSpec, Sampling, TokenLogprob
 
 # Nucleus sampling looks at this many likeliest tokens first; a full sort of a 152k vocabulary costs ten times as much.
 _NUCLEUS_GUESS = 1024
+# Past these float32 has only infinities, and the difference of two infinities is no number.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def sample(logits: np.ndarray, specs: list[SampleSpec]) -> list[Sampled]:
@@ -28,9 +31,9 @@ def sample(logits: np.ndarray, specs: list[SampleSpec]) -> list[Sampled]:
     ]  # fmt: skip
 
 
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) that choice `position` of a stream `seed` uses."""
-    word = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The random number in [0, 1) for token `position` of choice `choice` under `seed`."""
+    word = seed.to_bytes(16, "little", signed=True) + choice.to_bytes(8, "little") + position.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
@@ -42,51 +45,57 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
 def _sample_row(raw: np.ndarray, spec: SampleSpec) -> Sampled:
     s = spec.sampling
     logits = _adjust(raw, spec)
-    token = int(logits.argmax()) if s.temperature == 0.0 else _draw(logits, s, uniform(s.seed, spec.position))
+    if s.temperature == 0.0:
+        token = int(logits.argmax())
+    else:
+        token = _draw(logits, s, uniform(s.seed, spec.choice, spec.position))
     return Sampled(token, None if s.logprobs is None else logprob_of(raw, token, s.logprobs))
 
 
 def logprob_of(raw: np.ndarray, token: int, top: int) -> TokenLogprob:
-    """The model's own log probability of `token` (before penalties and temperature) and of the `top` likeliest.
+    """The model's own log probability of `token` (before penalties and temperature) and of exactly the `top` likeliest.
 
-    The chosen token is always among the alternatives, with the identical float: clients compare them to tell
-    greediness.
+    Where the token is one of those, its float is identical in both places: clients compare them to tell greediness.
     """
     high = raw.max()
     normaliser = float(high) + float(np.log(np.exp(raw - high, dtype=np.float32).sum(dtype=np.float64)))
-    ids = _likeliest(raw, top)
-    pairs = [(int(i), float(raw[i]) - normaliser) for i in ids]
-    chosen = float(raw[token]) - normaliser
-    if token not in ids:
-        pairs.append((token, chosen))
-    return TokenLogprob(token, chosen, tuple(pairs))
+    pairs = tuple((int(i), float(raw[i]) - normaliser) for i in _likeliest(raw, top))
+    return TokenLogprob(token, float(raw[token]) - normaliser, pairs)
 
 
 def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
-    """A copy with bias, penalties and bans applied, in the order OpenAI and vLLM document."""
+    """A copy with bias, then penalties, then bans applied; every token that is not banned stays finite.
+
+    vLLM documents that order: a repetition penalty scales what the bias left. OpenAI's own two penalties only add, as
+    the bias does, so for them the order does not show.
+    """
     s = spec.sampling
-    logits = raw.astype(np.float32, copy=True)
+    logits = np.clip(raw, -_LARGEST, _LARGEST, dtype=np.float32)
+    for token, bias in s.logit_bias:
+        logits[token] += bias
     if s.needs_history:
         seen = np.unique(np.asarray(spec.prompt + spec.output, dtype=np.int64))
         if s.repetition_penalty != 1.0:
             known = logits[seen]
-            logits[seen] = np.where(known > 0, known / s.repetition_penalty, known * s.repetition_penalty)
+            with np.errstate(over="ignore"):
+                logits[seen] = np.where(known > 0, known / s.repetition_penalty, known * s.repetition_penalty)
         if spec.output:
             ids, counts = np.unique(np.asarray(spec.output, dtype=np.int64), return_counts=True)
             logits[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
-    for token, bias in s.logit_bias:
-        logits[token] += bias
-    for token in spec.banned:
-        logits[token] = -np.inf
+        np.clip(logits, -_LARGEST, _LARGEST, out=logits)
+    logits[list(spec.banned)] = -np.inf
     return logits
 
 
 def _draw(logits: np.ndarray, s: Sampling, u: float) -> int:
-    """Invert the cumulative distribution over the kept tokens, likeliest first, at u."""
+    """Invert the cumulative distribution over the kept tokens, likeliest first, at u. s.temperature is above 0.
+
+    No temperature that a float can hold makes a NaN: what falls off the far end is -inf, a weight of 0.
+    """
     with np.errstate(over="ignore"):
-        scaled = (logits - logits.max()) / np.float32(s.temperature)
+        scaled = (logits - logits.max()) / np.float32(min(s.temperature, _LARGEST))
     if s.min_p > 0.0:
-        scaled = np.where(scaled >= np.log(np.float32(s.min_p)), scaled, -np.inf)
+        scaled = np.where(scaled >= math.log(s.min_p), scaled, np.float32(-np.inf))
     if s.top_k == 0 and s.top_p >= 1.0:
         ids = np.arange(len(scaled))
         weights = np.exp(scaled, dtype=np.float32)

@@ -1,8 +1,8 @@
 """Where each weight of a model lies in its memory, and the records through which the model reads them. Pure.
 
-The layout is a function of (spec, stored form) alone, so two nodes that agree on `layout_hash` can copy weights without
-a manifest. `load` fills a layout from a checkpoint; `bind` makes the records over memory that is or will be filled.
-Names of source tensors, for both kinds of checkpoint, are here and nowhere else.
+The layout is a function of (spec, stored forms) alone, so two nodes that agree on `layout_hash` can copy weights
+without a manifest. `load` fills a layout from a checkpoint; `bind` makes the records over memory that is or will be
+filled. Names of source tensors, for both kinds of checkpoint, are here and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from janus_server.errors import require
-from janus_server.kernels.table import Array, DType, Kernels, Matrix
+from janus_server.kernels.table import PLAIN_FORM, Array, Band, DType, Form, Kernels, Matrix
 from janus_server.model.spec import Family, ModelSpec
 
 ALIGN_BYTES: Final = 64
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 
-MatrixBytes = Callable[[int, int, DType], int]
+BandBytes = Callable[[int, int, Form], int]
 
 
 class SlotKind(enum.Enum):
-    """MATRIX: the kernel table's own form. VECTOR: flat float32."""
+    """MATRIX: bands in the kernel table's own forms. VECTOR: flat float32."""
 
     MATRIX = "matrix"
     VECTOR = "vector"
@@ -58,7 +60,8 @@ class SlotPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A stretch of the layout: a matrix [n, k], or a vector of n float32 (k is 1). Its parts are stacked in order."""
+    """A stretch of the layout: a matrix [n, k], or a vector of n float32 (k is 1, no bands). Its parts are stacked in
+    order; so are its bands, whose borders are borders of parts."""
 
     name: str
     kind: SlotKind
@@ -67,11 +70,15 @@ class Slot:
     n: int
     k: int
     parts: tuple[Part, ...]
+    bands: tuple[Band, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Every slot in address order, offsets multiples of 64; total_bytes is what the model's window must hold."""
+    """Every slot in address order, offsets multiples of 64; total_bytes is what the model's window must hold.
+
+    dtype is the model's: that of activations where the table has them so, of the cache, and of what is not quantised.
+    """
 
     dtype: DType
     entries: tuple[Slot, ...]
@@ -103,14 +110,22 @@ class Weights:
     head: Matrix
 
 
-def layout(spec: ModelSpec, matrix_bytes: MatrixBytes) -> Layout:
-    """Place every weight of a model stored as spec.dtype; matrix_bytes is the kernel table's."""
+def layout(
+    spec: ModelSpec, band_bytes: BandBytes, forms: Mapping[str, tuple[Form, ...]] = MappingProxyType({})
+) -> Layout:
+    """Place every weight of a model; band_bytes is the kernel table's.
+
+    forms gives, by the names of slots, the stored form of each part; parts of slots that it lacks are as spec.dtype is.
+    """
     entries: list[Slot] = []
     offset = 0
     for name, kind, k, parts in slot_plans(spec):
         n = sum(part.rows for part in parts)
-        nbytes = matrix_bytes(n, k, spec.dtype) if kind is SlotKind.MATRIX else 4 * n
-        entries.append(Slot(name, kind, offset, nbytes, n, k, parts))
+        bands: tuple[Band, ...] = ()
+        if kind is SlotKind.MATRIX:
+            bands = _bands(parts, forms.get(name) or (PLAIN_FORM[spec.dtype],) * len(parts))
+        nbytes = sum(band_bytes(band.rows, k, band.form) for band in bands) if bands else 4 * n
+        entries.append(Slot(name, kind, offset, nbytes, n, k, parts, bands))
         offset = -(-(offset + nbytes) // ALIGN_BYTES) * ALIGN_BYTES
     return Layout(spec.dtype, tuple(entries), offset)
 
@@ -118,8 +133,19 @@ def layout(spec: ModelSpec, matrix_bytes: MatrixBytes) -> Layout:
 def layout_hash(placed: Layout, stored_form: str) -> str:
     """Hex digest that two nodes compare before weights are copied; stored_form names the kernel table's matrix form."""
     lines = [f"layout {LAYOUT_VERSION} {stored_form} {placed.dtype.value} {placed.total_bytes}"]
-    lines += [f"{s.name} {s.kind.value} {s.offset} {s.nbytes} {s.n} {s.k}" for s in placed.entries]
+    for s in placed.entries:
+        bands = " ".join(f"{band.form.label}:{band.rows}" for band in s.bands)
+        lines.append(f"{s.name} {s.kind.value} {s.offset} {s.nbytes} {s.n} {s.k} {bands}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def form_names(placed: Layout) -> str:
+    """What the matrices are stored as, for people, the form of most values first: "q4_1 + q8_0"."""
+    values: dict[Form, int] = {}
+    for slot in placed.entries:
+        for band in slot.bands:
+            values[band.form] = values.get(band.form, 0) + band.rows * slot.k
+    return " + ".join(form.label for form in sorted(values, key=lambda form: (-values[form], form.label)))
 
 
 def bind(placed: Layout, kernels: Kernels, memory: np.ndarray) -> Weights:
@@ -128,18 +154,24 @@ def bind(placed: Layout, kernels: Kernels, memory: np.ndarray) -> Weights:
     require(
         memory.flags.c_contiguous and memory.ctypes.data % ALIGN_BYTES == 0, "weight memory must be 64-byte aligned"
     )
-    bound: dict[str, Any] = {slot.name: bind_slot(slot, placed.dtype, kernels, memory) for slot in placed.entries}
+    bound: dict[str, Any] = {slot.name: bind_slot(slot, kernels, memory) for slot in placed.entries}
     count = sum(name.endswith(".qkv") for name in bound)
     layers = tuple(_layer(bound, f"layers.{index}.") for index in range(count))
     return Weights(bound["embed"], layers, bound["final_norm"], bound.get("head", bound["embed"]))
 
 
-def bind_slot(slot: Slot, dtype: DType, kernels: Kernels, memory: np.ndarray) -> Array | Matrix:
+def bind_slot(slot: Slot, kernels: Kernels, memory: np.ndarray) -> Array | Matrix:
     """One slot's matrix or vector over its stretch of memory."""
     data = memory[slot.offset : slot.offset + slot.nbytes]
     if slot.kind is SlotKind.MATRIX:
-        return kernels.matrix(data, slot.n, slot.k, dtype)
+        return kernels.matrix(data, slot.k, slot.bands)
     return kernels.vector(data.view(np.float32))
+
+
+def _bands(parts: tuple[Part, ...], forms: tuple[Form, ...]) -> tuple[Band, ...]:
+    """Neighbouring parts of one form together."""
+    pairs = groupby(zip(forms, parts, strict=True), key=lambda pair: pair[0])
+    return tuple(Band(form, sum(part.rows for _, part in group)) for form, group in pairs)
 
 
 def _layer(bound: dict[str, Any], prefix: str) -> LayerWeights:

@@ -13,10 +13,12 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from janus_server.errors import Refused, require
+from janus_server.errors import require
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.prefix import Match, PrefixCache
 from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.sequence import Sequence, by_age
+from janus_server.sched.share import share
 from janus_server.types import Batch, BatcherStats, Chunk, Emit, FinishReason, PageCopy, Request, Sampled, SampleSpec
 
 
@@ -37,42 +39,22 @@ class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
 
-class Sequence:
-    """One choice of one request. Owned by its batcher; nobody else writes its fields."""
+class _Shortage(msgspec.Struct, frozen=True):
+    """A try to place the head of the queue that found no room, and how all stood that it depends on.
 
-    __slots__ = ("cached", "computed", "copy", "first", "index", "number", "order", "pages", "published", "request",
-                 "sampling", "siblings", "started_s", "tokens")  # fmt: skip
+    Until something of that changed for the better, another try would hash the prompt and walk the caches for the same
+    answer.
+    """
 
-    def __init__(self, number: int, request: Request, index: int, arrived_s: float) -> None:
-        self.number = number
-        self.request = request
-        self.index = index
-        self.order = (arrived_s, number)
-        # Each choice draws from its own stream: seed and index together name it.
-        seed = request.sampling.seed + index
-        self.sampling = msgspec.structs.replace(request.sampling, seed=seed) if index else request.sampling
-        self.tokens = list(request.prompt)
-        self.computed = 0
-        self.pages: list[int] = []
-        self.published = 0
-        self.cached = 0
-        self.first = True
-        self.started_s: float | None = None
-        self.copy: PageCopy | None = None
-        self.siblings: list[Sequence] = []
-
-    @property
-    def gap(self) -> int:
-        """Known tokens whose keys and values are not cached yet."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    seq: Sequence
+    match: Match
+    continuations: int
+    running: int
+    eased: int
 
 
 class Batcher:
-    """Decides each step of one model on one node."""
+    """Decides each step of one model on one node. Who makes one also lets it join and leave its `Scarcity`."""
 
     def __init__(self, kv: KvPages, prefix: PrefixCache, scarcity: Scarcity, limits: BatcherLimits) -> None:
         self.kv = kv
@@ -83,6 +65,7 @@ class Batcher:
         self._scarcity = scarcity
         self._most_running = min(limits.sequences, limits.step_tokens)
         self._starved: Sequence | None = None
+        self._shortage: _Shortage | None = None
         self._next_number = 0
         self._steps = 0
         self._preemptions = 0
@@ -90,7 +73,6 @@ class Batcher:
         self._prefix_hit_tokens = 0
         self._computed_tokens = 0
         self._sampled_tokens = 0
-        scarcity.join(self)
 
     @property
     def idle(self) -> bool:
@@ -101,20 +83,14 @@ class Batcher:
         """The head of the queue, when it found no room at its last try or somebody was preempted since."""
         return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
-    def refuse_unfit(self, request: Request) -> None:
-        """Raise Refused when the request's longest form can never be held."""
-        longest = len(request.prompt) + request.max_tokens
-        if pages_for(longest, self.kv.page_tokens) > self.limits.capacity_pages:
-            holds = self.limits.capacity_pages * self.kv.page_tokens
-            raise Refused(
-                f"The prompt and max_tokens come to {longest} tokens; this server's KV memory holds {holds}.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-
     def add(self, request: Request, now: float) -> None:
-        """Queue a request that `refuse_unfit` let pass. Its other choices wait until the first computed the prompt."""
+        """Queue a request. Its other choices wait until the first computed the prompt.
+
+        Its longest form fits the memory: the context that the API promises was bounded by it.
+        """
         require(len(request.prompt) > 0, "a request has at least one prompt token")
+        longest_pages = pages_for(len(request.prompt) + request.max_tokens, self.kv.page_tokens)
+        require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
         first = self._new_sequence(request, 0, now)
         first.siblings = [self._new_sequence(request, index, now) for index in range(1, request.n)]
         self._queue(first)
@@ -133,16 +109,14 @@ class Batcher:
                     self._release(seq)
 
     def cancel_all(self) -> list[Emit]:
-        """End everything with an error; every choice gets its one end and every page goes back."""
+        """End everything because the server stops; every choice gets its one end and every page goes back."""
         for seq in [*self.running, *self.waiting]:
             self._release(seq)
-        return self.abandon()
+        return self._end_all(FinishReason.ABORT)
 
     def abandon(self) -> list[Emit]:
-        """End everything with an error; the pages are left to whoever reclaims them by owner."""
-        groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]
-        self.running, self.waiting = [], []
-        return [Emit(seq.request.id, seq.index, finish=FinishReason.ERROR) for group in groups for seq in group]
+        """End everything because this instance failed; the pages are left to whoever reclaims them by owner."""
+        return self._end_all(FinishReason.ERROR)
 
     def plan(self, now: float) -> Batch | None:
         """The next step, or None when nothing can run."""
@@ -150,7 +124,7 @@ class Batcher:
         budget = self.limits.step_tokens - len(decodes)
         prompts = [s for s in self.running if s.gap > 1]
         prompts += self._admit(prompts, budget, now)
-        shares = _share([s.gap for s in prompts], max(0, budget))
+        shares = share([s.gap for s in prompts], max(0, budget))
         work = [(s, 1) for s in decodes] + [(s, n) for s, n in zip(prompts, shares, strict=True) if n]
         if not work:
             return None
@@ -230,12 +204,12 @@ class Batcher:
             seq = self.waiting[0]
             if self._scarcity.yields(seq):
                 break
-            if not self._place(seq):
+            if self._still_short(seq) or not self._place(seq):
                 self._starved = seq
                 break
             self.waiting.pop(0)
             seq.started_s = now if seq.started_s is None else seq.started_s
-            bisect.insort(self.running, seq, key=_order)
+            bisect.insort(self.running, seq, key=by_age)
             admitted.append(seq)
             wanted += seq.gap
         return admitted
@@ -245,27 +219,41 @@ class Batcher:
 
         One page a running sequence is left free, so that an admission does not at once cause a preemption.
         """
-        limit = len(seq.tokens) - 1
-        match = self.prefix.match(seq.tokens, limit) if self.limits.prefix_caching else Match()
+        match = self.prefix.match(seq.tokens, len(seq.tokens) - 1) if self.limits.prefix_caching else Match()
         hit = match.pages
         fresh_n = pages_for(len(seq.tokens), self.kv.page_tokens) - len(hit)
         fresh = self.kv.take(fresh_n) if self._scarcity.evict(fresh_n + len(self.running)) else None
         if fresh is None:
-            pinned = hit if match.partial is None else (*hit, match.partial)
-            for page in pinned:
+            for page in match.held:
                 self.kv.drop(page)
             # The pages just matched may be what stood in the way of eviction: without them the pool always suffices
             # once nothing else runs.
-            return bool(pinned) and not self.running and self._place_uncached(seq)
+            if match.held and not self.running and self._place_uncached(seq):
+                return True
+            continuations = self.prefix.continuations(match)
+            self._shortage = _Shortage(seq, match, continuations, len(self.running), self._scarcity.eased)
+            return False
         seq.pages = [*hit, *fresh]
         seq.computed = len(hit) * self.kv.page_tokens
         if match.partial is not None:
-            seq.copy = PageCopy(match.partial, fresh[0], match.partial_tokens)
+            seq.copy = PageCopy(match.partial, fresh[0])
             seq.computed += match.partial_tokens
         seq.published = len(hit)
         self._prefix_query_tokens += len(seq.tokens)
         self._prefix_hit_tokens += seq.computed
-        seq.cached = max(seq.cached, min(seq.computed, len(seq.request.prompt))) if seq.first else seq.cached
+        if seq.cached is None:
+            seq.cached = seq.computed
+        return True
+
+    def _still_short(self, seq: Sequence) -> bool:
+        """True when `seq` found no room at its last try and nothing has changed since that could give it some."""
+        last = self._shortage
+        if last is None or last.seq is not seq or last.eased != self._scarcity.eased:
+            return False
+        if len(self.running) < last.running or self.prefix.continuations(last.match) != last.continuations:
+            return False
+        # As another try would: what the head of the queue waits to use again is not the first to be given up.
+        self.prefix.touch(last.match)
         return True
 
     def _place_uncached(self, seq: Sequence) -> bool:
@@ -274,6 +262,7 @@ class Batcher:
         if fresh is None:
             return False
         seq.pages, seq.computed, seq.published = list(fresh), 0, 0
+        seq.cached = seq.cached or 0
         return True
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
@@ -286,8 +275,9 @@ class Batcher:
         request = seq.request
         history = request.sampling.needs_history
         return SampleSpec(
-            sampling=seq.sampling,
+            sampling=request.sampling,
             position=seq.generated,
+            choice=seq.index,
             banned=request.stop_ids if seq.generated < request.min_tokens else (),
             prompt=request.prompt if history else (),
             output=tuple(seq.tokens[len(request.prompt) :]) if history else (),
@@ -304,7 +294,7 @@ class Batcher:
             finish = FinishReason.STOP
         elif seq.generated >= request.max_tokens or len(seq.tokens) >= self.limits.context_tokens:
             finish = FinishReason.LENGTH
-        cached = seq.cached if seq.first else 0
+        cached = (seq.cached or 0) if seq.first else 0
         queued_s = seq.started_s - seq.order[0] if seq.first and seq.started_s is not None else None
         seq.first = False
         if finish is not None:
@@ -336,17 +326,22 @@ class Batcher:
             sibling.published = whole
             if rest:
                 self.kv.share(seq.pages[whole])
-                sibling.copy = PageCopy(seq.pages[whole], sibling.pages[whole], rest)
-            bisect.insort(self.running, sibling, key=_order)
+                sibling.copy = PageCopy(seq.pages[whole], sibling.pages[whole])
+            bisect.insort(self.running, sibling, key=by_age)
 
     # Book-keeping
+
+    def _end_all(self, finish: FinishReason) -> list[Emit]:
+        groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]
+        self.running, self.waiting = [], []
+        return [Emit(seq.request.id, seq.index, finish=finish) for group in groups for seq in group]
 
     def _new_sequence(self, request: Request, index: int, now: float) -> Sequence:
         self._next_number += 1
         return Sequence(self._next_number, request, index, now)
 
     def _queue(self, seq: Sequence) -> None:
-        bisect.insort(self.waiting, seq, key=_order)
+        bisect.insort(self.waiting, seq, key=by_age)
 
     def _release(self, seq: Sequence) -> None:
         """Give up every page of a sequence, youngest first, so that a prefix is the last to go."""
@@ -362,34 +357,7 @@ class Batcher:
             seq.copy = None
 
 
-def _order(seq: Sequence) -> tuple[float, int]:
-    return seq.order
-
-
 def _hand_over(seq: Sequence) -> None:
     """The first choice was cancelled before it drew anything: the next one takes over its place, pages and siblings."""
     heir, *seq.siblings = seq.siblings
     seq.index = heir.index
-    seq.sampling = heir.sampling
-
-
-def _share(gaps: Seq[int], budget: int) -> list[int]:
-    """Split a token budget over prompts, equal shares, what short ones leave going to longer ones.
-
-    Example: _share([100, 1000, 1000], 513) == [100, 207, 206]. Earlier prompts get the remainder.
-    """
-    left = budget
-    level = 0
-    for place, gap in enumerate(sorted(gaps)):
-        level, extra = divmod(left, len(gaps) - place)
-        if gap > level:
-            break
-        left -= gap
-    else:
-        return list(gaps)
-    shares = [min(gap, level) for gap in gaps]
-    for i, gap in enumerate(gaps):
-        if extra and gap > level:
-            shares[i] += 1
-            extra -= 1
-    return shares

@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from janus_server.kv.pages import PagePool
+from janus_server.sched.sequence import Sequence, by_age
 
 if TYPE_CHECKING:
-    from janus_server.sched.batcher import Batcher, Sequence
+    from janus_server.sched.batcher import Batcher
 
 
 class Scarcity:
-    """Frees pages of one pool on behalf of the batchers that share it."""
+    """Frees pages of one pool on behalf of the batchers that share it.
+
+    Whoever puts a batcher to work lets it `join`, and `leave` before its pages are reclaimed.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -27,6 +31,11 @@ class Scarcity:
 
     def leave(self, batcher: Batcher) -> None:
         self._batchers.remove(batcher)
+
+    @property
+    def eased(self) -> int:
+        """Grows whenever there may be room where there was none; see `PagePool.eased`."""
+        return self._pool.eased
 
     def evict(self, n: int) -> bool:
         """True when n pages are free, after giving up cached prefixes as far as needed; nobody is preempted.
@@ -53,11 +62,10 @@ class Scarcity:
     def make_room(self, n: int, asker: Sequence) -> bool:
         """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""
         while not self.evict(n):
-            running = [(s.order, b, s) for b in self._batchers for s in b.running]
-            running.sort(key=lambda item: item[0])
+            running = sorted(((s, b) for b in self._batchers for s in b.running), key=lambda one: by_age(one[0]))
             if len(running) < 2:
                 return False
-            _, batcher, victim = running[-1]
+            victim, batcher = running[-1]
             batcher.preempt(victim)
             if victim is asker:
                 return False

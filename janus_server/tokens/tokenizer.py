@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -47,6 +46,7 @@ class Tokenizer:
         """renderers: those of the node, shared by its models; without them this tokenizer has its own."""
         self._parts = parts
         self._backend = parts.backend
+        self._longest_token_chars: int | None = None
         added = parts.backend.get_added_tokens_decoder()
         self.vocab_size: int = max([parts.backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         self.bos_id = parts.bos_id
@@ -92,10 +92,12 @@ class Tokenizer:
             ids = self._encode_literally(text, at_start=True)
         return [*self._parts.prefix, *ids, *self._parts.suffix] if add_special else ids
 
-    @functools.cached_property
+    @property
     def longest_token_chars(self) -> int:
         """No token stands for more characters: a text longer than that many times the context cannot fit."""
-        return max(map(len, self._backend.get_vocab()), default=1)
+        if self._longest_token_chars is None:  # 60 ms for 150 thousand entries, which only very long texts need
+            self._longest_token_chars = max(map(len, self._backend.get_vocab()), default=1)
+        return self._longest_token_chars
 
     def compile_templates(self) -> None:
         """Do now what the first chat would wait for (starting a renderer); a bad template is refused then."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from janus_server.kernels.table import DType, Matrix
-from janus_server.model.load import Checkpoint, Weights, load_weights
-from janus_server.model.weights import Layout, layout
+from janus_server.kernels.table import Band, Form, Matrix
+from janus_server.model.dequant import numpy_type
+from janus_server.model.load import Checkpoint, Weights, load_weights, plan_layout
+from janus_server.model.weights import Layout
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared"
@@ -28,22 +29,31 @@ TINY: Mapping[str, Any] = {
 
 
 class PlainTable:
-    """The weight half of a kernel table that stores rows as they are; row_step is 32 like the real ones'."""
+    """The weight half of a kernel table that stores rows as they are, in one form; row_step is 32 like the real ones'.
+
+    A matrix's handle is its rows.
+    """
 
     name = "plain"
 
-    def matrix_bytes(self, n: int, k: int, dtype: DType) -> int:
-        return -(-n * k * dtype.bytes // 64) * 64
+    def __init__(self, *forms: Form) -> None:
+        self.forms = frozenset(forms or (Form.F32, Form.BF16))
 
-    def row_step(self, dtype: DType) -> int:
+    def band_bytes(self, n: int, k: int, form: Form) -> int:
+        return -(-n * form.row_bytes(k) // 64) * 64
+
+    def row_step(self, form: Form) -> int:
         return 32
 
     def vector(self, data: np.ndarray) -> np.ndarray:
         return data
 
-    def matrix(self, data: np.ndarray, n: int, k: int, dtype: DType) -> Matrix:
-        kind = np.float32 if dtype is DType.F32 else np.uint16
-        return Matrix(data, n, k, dtype, data[: n * k * dtype.bytes].view(kind).reshape(n, k))
+    def matrix(self, data: np.ndarray, k: int, bands: tuple[Band, ...]) -> Matrix:
+        (band,) = bands
+        kind = numpy_type(band.form)
+        return Matrix(
+            data, band.rows, k, bands, data[: band.rows * band.form.row_bytes(k)].view(kind).reshape(band.rows, -1)
+        )
 
     def store_rows(self, rows: np.ndarray, start: int, matrix: Matrix) -> int:
         if start % 32 or not rows.flags.c_contiguous or rows.dtype != matrix.handle.dtype:
@@ -54,7 +64,7 @@ class PlainTable:
         return int(np.count_nonzero(~np.isfinite(as_float(rows))))
 
     def read_rows(self, matrix: Matrix) -> np.ndarray:
-        return matrix.handle.copy()
+        return as_float(matrix.handle)
 
 
 def as_float(rows: np.ndarray) -> np.ndarray:
@@ -72,7 +82,7 @@ def aligned(nbytes: int) -> np.ndarray:
 def load(checkpoint: Checkpoint, kernels: Any = None, threads: int = 1) -> tuple[Weights, Layout, np.ndarray]:
     """Load a checkpoint into fresh memory; (weights, layout, memory)."""
     kernels = kernels or PlainTable()
-    placed = layout(checkpoint.spec, kernels.matrix_bytes)
+    placed = plan_layout(checkpoint, kernels)
     memory = aligned(placed.total_bytes)
     weights = load_weights(checkpoint, placed, kernels, memory, lambda done, total: None, threads=threads)
     return weights, placed, memory
@@ -106,9 +116,11 @@ def hf_folder(
 
 
 def gguf_file(
-    path: Path, model: Any, arch: str = "llama", quant: str = "F32", extra: Mapping[str, np.ndarray] | None = None
-) -> None:
-    """Write a transformers model as GGUF as the usual converter does, matrices in `quant` where their rows allow it."""
+    path: Path, model: Any, arch: str = "llama", quant: str = "F32", extra: Mapping[str, np.ndarray] | None = None,
+    quants: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write a transformers model as GGUF as the usual converter does, matrices in `quant` where their rows allow it, or
+    in what `quants` says of the name's last word (attn_q, ffn_down, token_embd)."""
     import gguf
 
     config = model.config
@@ -139,13 +151,27 @@ def gguf_file(
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             data = pair_rows(data, head_dim)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        _add(writer, new, data, quant if data.ndim == 2 else "F32")
+        wanted = (quants or {}).get(new.removesuffix(".weight").rpartition(".")[2], quant)
+        _add(writer, new, data, wanted if data.ndim == 2 else "F32")
     for name, data in (extra or {}).items():
         _add(writer, name, data, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def gguf_values(path: Path, head_dim: int = 0) -> dict[str, np.ndarray]:
+    """A GGUF file's tensors as the reference package dequantises them; q and k in halves order where head_dim says."""
+    import gguf
+
+    values = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        rows = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if head_dim and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            rows = rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        values[tensor.name.removesuffix(".weight")] = rows
+    return values
 
 
 def pair_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -26,6 +26,8 @@ class ByteTokenizer:
 
     longest_token_chars = 5
 
+    strips_first_space = False
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return ([BOS] if add_special else []) + list(text.encode())
 
@@ -43,6 +45,9 @@ class ByteTokenizer:
                     raise Refused("only text is served", param=f"messages[{i}].content[{j}].type")
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
         return [BOS, *text.encode(), *(b"assistant:" if add_generation_prompt else b"")]
+
+    def is_special(self, token: int) -> bool:
+        return token >= 256
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")

@@ -13,12 +13,14 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from checkpoints import random_blocks
 
 from janus_server.kernels import build
 from janus_server.kernels.cpu import CpuNative
-from janus_server.kernels.table import CacheLayer, DType, Matrix, StepInputs
+from janus_server.kernels.table import PLAIN_FORM, Band, CacheLayer, DType, Form, Matrix, StepInputs
 from janus_server.kernels.torch_ref import TorchRef
 
 # One library an instruction set: AVX-512 (or what this machine has), AVX2 with FMA, and plain SSE2 without a fused
@@ -75,14 +77,43 @@ def take(table: Any, array: Any) -> np.ndarray:
 
 
 def weights(table: Any, values: np.ndarray, dtype: DType) -> Matrix:
-    """A stored matrix, written in several calls when the table allows it."""
-    n, k = values.shape
-    matrix = table.matrix(aligned(table.matrix_bytes(n, k, dtype)), n, k, dtype)
-    rows = values.astype(np.float32) if dtype is DType.F32 else to_bits(values)
-    step = table.row_step(dtype) * 2
-    for start in range(0, n, step):
-        assert table.store_rows(np.ascontiguousarray(rows[start : start + step]), start, matrix) == 0
+    """A matrix stored plainly as dtype."""
+    form = PLAIN_FORM[dtype]
+    return stored(table, ((form, plain_rows(values, form)),))
+
+
+def stored(table: Any, bands: tuple[tuple[Form, np.ndarray], ...]) -> Matrix:
+    """A matrix of these bands' rows, written in several calls when the table allows it."""
+    form, rows = bands[0]
+    k = rows.nbytes // len(rows) // form.row_bytes(form.block_values) * form.block_values
+    nbytes = sum(table.band_bytes(len(rows), k, form) for form, rows in bands)
+    matrix = table.matrix(aligned(nbytes), k, tuple(Band(form, len(rows)) for form, rows in bands))
+    first = 0
+    for form, rows in bands:
+        step = table.row_step(form) * 2
+        for start in range(0, len(rows), step):
+            some = np.ascontiguousarray(rows[start : start + step])
+            assert table.store_rows(some, first + start, matrix) == 0
+        first += len(rows)
     return matrix
+
+
+def plain_rows(values: np.ndarray, form: Form) -> np.ndarray:
+    return values.astype(np.float32) if form is Form.F32 else to_bits(values)
+
+
+def some_rows(form: Form, n: int, k: int, seed: int) -> np.ndarray:
+    """Random rows as `store_rows` takes them; blocks with any integers and small scales of either sign."""
+    if not form.quantised:
+        return plain_rows(np.random.default_rng(seed).standard_normal((n, k)), form)
+    return random_blocks((n, k), gguf.GGMLQuantizationType[form.name], seed)
+
+
+def meant(rows: np.ndarray, form: Form) -> np.ndarray:
+    """The float32 values [n, k] that stored rows stand for, by the reference package."""
+    if not form.quantised:
+        return rows if form is Form.F32 else from_bits(rows)
+    return np.asarray(gguf.dequantize(rows, gguf.GGMLQuantizationType[form.name]))
 
 
 def rounded(values: np.ndarray, dtype: DType) -> np.ndarray:

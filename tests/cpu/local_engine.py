@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from janus_server.kernels.table import DType, Kernels
@@ -11,9 +13,8 @@ from janus_server.kv.blocks import KvPages
 from janus_server.kv.prefix import PrefixCache
 from janus_server.kv.xtensor import XTensor, kv_layout
 from janus_server.model.decoder import Decoder
-from janus_server.model.load import load_weights, open_checkpoint
+from janus_server.model.load import load_weights, open_checkpoint, plan_layout
 from janus_server.model.runner import Runner
-from janus_server.model.weights import layout
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.types import Batch, Chunk, Request, Sampled, SampleSpec, Sampling
@@ -30,15 +31,19 @@ class LocalEngine:
         kernels: Kernels,
         *,
         dtype: DType | None = None,
+        rest: DType | None = None,
         page_bytes: int = 1 << 16,
         memory_bytes: int = 64 << 20,
         context_tokens: int = 256,
         max_rows: int = 512,
     ) -> None:
         checkpoint = open_checkpoint(path, dtype)
+        if rest is not None:  # what is not quantised, and the cache
+            spec = msgspec.structs.replace(checkpoint.spec, dtype=rest)
+            checkpoint = dataclasses.replace(checkpoint, spec=spec)
         self.spec = spec = checkpoint.spec
         self.xtensor = XTensor(memory_bytes, page_bytes)
-        plan = layout(spec, kernels.matrix_bytes)
+        plan = plan_layout(checkpoint, kernels)
         transaction = self.xtensor.open_weights("m", plan.total_bytes)
         assert transaction is not None
         self.weights = load_weights(checkpoint, plan, kernels, transaction.array, lambda done, total: None)
@@ -75,6 +80,7 @@ class LocalEngine:
             **limits,
         }
         self.batcher = Batcher(self.kv, self.prefix, self.scarcity, BatcherLimits(**settings))
+        self.scarcity.join(self.batcher)
 
     def generate(
         self, *requests: Request, forced: dict[str, list[int]] | None = None

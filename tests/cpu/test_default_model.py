@@ -12,7 +12,7 @@ from checkpoints import packaged_gguf
 from kernel_cases import open_table
 from local_engine import LocalEngine, request
 
-from janus_server.kernels.table import DType
+from janus_server.kernels.table import DType, Form
 from janus_server.model import gguf as reader
 from janus_server.tokens.tokenizer import Tokenizer
 
@@ -96,6 +96,21 @@ def test_logits_agree_with_a_float64_twin(path: Path, dtype: DType, tolerance: f
     wanted = theirs[-6:]
     assert np.abs(ours - wanted).max() / np.abs(wanted).max() < tolerance
     assert ours.argmax(1).tolist() == wanted.argmax(1).tolist()
+
+
+def test_quantised_weights_give_the_dequantised_models_logits(path: Path) -> None:
+    """Bit for bit where the cache is as wide, and therefore as near to the float64 twin; near it with a bf16 cache."""
+    table = open_table("cpu")
+    ids = Tokenizer.from_gguf(reader.read_header(path).metadata).encode_chat(PROMPT)
+    memory = {"page_bytes": 1 << 21, "memory_bytes": 1 << 30}
+    chunks = [len(ids) - 5, 1, 1, 1, 1, 1]
+    plain = LocalEngine(path, table, dtype=DType.F32, **memory).logits_of(ids, chunks)
+    kept = LocalEngine(path, table, rest=DType.F32, **memory)
+    assert [band.form for band in kept.weights.layers[0].qkv.bands] == [Form.Q4_1]
+    assert [band.form for band in kept.weights.head.bands] == [Form.Q8_0]
+    assert kept.logits_of(ids, chunks).tobytes() == plain.tobytes()
+    served = LocalEngine(path, table, **memory).logits_of(ids, chunks)
+    assert np.abs(served - plain).max() / np.abs(plain).max() < 1e-2
 
 
 def test_it_knows_the_capital_of_france(path: Path) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import TABLES, Chunk, Heads, angles, give, open_table, paged, rounded, take, weights
+from kernel_cases import TABLES, Chunk, Heads, angles, give, meant, open_table, paged, some_rows, stored, take
 
-from janus_server.kernels.table import DType
+from janus_server.kernels.table import DType, Form
 
 CASES = [(name, dtype) for name in TABLES for dtype in DType if (name, dtype) != ("torch_ref", DType.BF16)]
+STORED = [(name, form) for name in TABLES for form in Form if name != "torch_ref" or form is Form.F32]
 MANY = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -29,6 +30,14 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[Any, DType]]:
     name, dtype = request.param
     table = open_table(name)
     yield table, dtype
+    table.close()
+
+
+@pytest.fixture(scope="module", params=STORED, ids=lambda c: f"{c[0]}-{c[1].name}")
+def stored_case(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Form]]:
+    name, form = request.param
+    table = open_table(name)
+    yield table, form
     table.close()
 
 
@@ -44,10 +53,11 @@ def pieces(rng: np.random.Generator, rows: int) -> list[np.ndarray]:
     rows=st.sampled_from([1, 2, 13, 16, 40, 130]), n=st.sampled_from([1, 17, 32, 64, 100, 300, 520]),
     k=st.sampled_from([3, 64, 172, 512, 576, 1536]), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_linear(case: tuple[Any, DType], rows: int, n: int, k: int, seed: int) -> None:
-    table, dtype = case
+def test_linear(stored_case: tuple[Any, Form], rows: int, n: int, k: int, seed: int) -> None:
+    table, form = stored_case
     rng = np.random.default_rng(seed)
-    matrix = weights(table, rng.standard_normal((n, k)), dtype)
+    k = -(-k // form.block_values) * form.block_values
+    matrix = stored(table, ((form, some_rows(form, n, k, seed)),))
     x, bias = rng.standard_normal((rows, k)).astype(np.float32), rng.standard_normal(n).astype(np.float32)
     base = rng.standard_normal((rows, n)).astype(np.float32)
 
@@ -141,13 +151,14 @@ def test_rope_cache_and_attention(
     assert one_by_one[0].tobytes() == alone[0].tobytes()
 
 
-def test_embed_gives_stored_values_whatever_the_batch(case: tuple[Any, DType]) -> None:
-    table, dtype = case
+def test_embed_gives_stored_values_whatever_the_batch(stored_case: tuple[Any, Form]) -> None:
+    table, form = stored_case
     rng = np.random.default_rng(0)
-    values = rng.standard_normal((70, 33))
-    matrix = weights(table, values, dtype)
+    k = 33 * form.block_values
+    raw = some_rows(form, 70, k, 0)
+    matrix = stored(table, ((form, raw),))
     for rows in (1, 16, 41):
         ids = rng.integers(0, 70, rows).astype(np.int32)
-        x = table.empty((rows, 33), DType.F32)
+        x = table.empty((rows, k), DType.F32)
         table.embed(ids, matrix, x)
-        assert take(table, x).tobytes() == rounded(values, dtype)[ids].tobytes()
+        assert take(table, x).tobytes() == meant(raw, form)[ids].tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,12 +12,13 @@ import openai
 import pytest
 import pytest_asyncio
 from fake_call import Merged
-from fake_engine import FakeModel, settled
+from fake_engine import VOCAB, ByteTokenizer, FakeModel, settled
 from http_server import CHAT, HI, Server, is_error, served
 
 from janus_server import types
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
+from janus_server.http.app import LOGGED_NAMES
 
 
 @pytest_asyncio.fixture
@@ -64,6 +66,45 @@ async def test_errors_have_one_shape(
     assert not server.model.requests
 
 
+class ForeignTokenizer(ByteTokenizer):
+    """One that knows a token more than the model, and that must not be asked for an id nobody checked."""
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return [VOCAB if c == "#" else ord(c) for c in text]
+
+    def token_bytes(self, token: int) -> bytes:
+        assert 0 <= token < VOCAB
+        return super().token_bytes(token)
+
+
+async def test_ids_are_checked_wherever_they_come_from(server: Server) -> None:
+    server.model.tokenizer = ForeignTokenizer()
+    for prompt in ("a#", ["a", "#"], [1, VOCAB], [[1], [10**30]], [-1]):
+        for echo in (False, True):
+            body = {"model": "fake", "prompt": prompt, "max_tokens": 1, "echo": echo}
+            status, answer = await server.post("/v1/completions", body)
+            assert (status, is_error(answer)["param"]) == (400, "prompt")
+    assert not server.model.requests
+
+
+async def test_unknown_fields_are_counted_by_route_and_logged_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "janus_server.http.app")
+    odd = {f"odd{i}": i for i in range(200)}
+    for extra in ({"user": "u"}, {"user": "u", "bad name\n": 1}, odd, {}):
+        status, _ = await server.post("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 1, **extra})
+        assert status == 200
+    await server.post("/v1/chat/completions", {**CHAT, "max_tokens": 1, "user": "u"})
+    metrics = await server.metrics()
+    assert metrics["janus_ignored_fields_total,route=/v1/completions"] == 203
+    assert metrics["janus_ignored_fields_total,route=/v1/chat/completions"] == 1
+    lines = [r.getMessage() for r in caplog.records if "was ignored" in r.getMessage()]
+    assert len([line for line in lines if " user " in line]) == 1
+    assert len(lines) == len(set(lines)) == LOGGED_NAMES
+    assert not [line for line in lines if "bad name" in line]
+
+
 async def test_the_content_type_does_not_matter(server: Server) -> None:
     status, _ = await server.post("/v1/chat/completions", {**CHAT, "max_tokens": 1}, **{"Content-Type": "text/plain"})
     assert status == 200
@@ -88,7 +129,9 @@ async def test_an_engine_refusal_is_a_status_even_when_streaming(server: Server)
             assert is_error(await response.json())["code"] == "no_room"
 
 
-@pytest.mark.parametrize(("knob", "status", "code"), [("fail_at", 500, "engine_error"), ("abort_at", 503, "aborted")])
+@pytest.mark.parametrize(
+    ("knob", "status", "code"), [("fail_at", 500, "engine_error"), ("abort_at", 503, "shutting_down")]
+)
 async def test_trouble_before_and_after_the_first_byte(server: Server, knob: str, status: int, code: str) -> None:
     setattr(server.model, knob, 0)
     for stream in (False, True):

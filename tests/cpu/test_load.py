@@ -12,7 +12,7 @@ from checkpoints import SHARED, PlainTable, aligned, as_float, gguf_file, hf_fol
 from kernel_cases import open_table
 
 from janus_server.errors import BadModel, Bug
-from janus_server.kernels.table import DType
+from janus_server.kernels.table import DType, Form
 from janus_server.model import load as loading
 from janus_server.model.dequant import round_to_bf16
 from janus_server.model.load import load_weights, open_checkpoint
@@ -52,7 +52,7 @@ def assert_same_weights(weights: Any, model: Any) -> None:
         return as_float(array.handle) if hasattr(array, "handle") else array
 
     def rounded(value: np.ndarray, like: Any) -> np.ndarray:
-        if not hasattr(like, "handle") or like.dtype is DType.F32:
+        if not hasattr(like, "bands") or like.bands[0].form is Form.F32:
             return value
         bits = np.empty(value.shape, np.uint16)
         round_to_bf16(np.ascontiguousarray(value), bits)
@@ -108,10 +108,10 @@ def test_dtype_override(tmp_path: Path) -> None:
     model = hf_folder(tmp_path, "LlamaForCausalLM", "bfloat16")
     checkpoint = open_checkpoint(tmp_path, DType.F32)
     weights, placed, _ = load(checkpoint)
-    assert placed.dtype is checkpoint.spec.dtype is weights.embed.dtype is DType.F32
+    assert placed.dtype is checkpoint.spec.dtype is DType.F32 and weights.embed.bands[0].form is Form.F32
     assert_same_weights(weights, model)
     hf_folder(tmp_path / "f", "LlamaForCausalLM", "float32")
-    assert load(open_checkpoint(tmp_path / "f", DType.BF16))[0].embed.dtype is DType.BF16
+    assert load(open_checkpoint(tmp_path / "f", DType.BF16))[0].embed.bands[0].form is Form.BF16
 
 
 def test_shards_equal_one_file(tmp_path: Path) -> None:
@@ -199,13 +199,13 @@ def test_the_native_table_holds_the_same_rows(tmp_path: Path) -> None:
             pairs += [(a.qkv, b.qkv), (a.o, b.o), (a.gate_up, b.gate_up), (a.down, b.down)]
             np.testing.assert_array_equal(a.k_norm, kernels.to_numpy(b.k_norm))
         for matrix, packed in pairs:
-            np.testing.assert_array_equal(matrix.handle, kernels.read_rows(packed))
+            np.testing.assert_array_equal(as_float(matrix.handle), kernels.read_rows(packed))
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     hf_folder(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    placed = layout(checkpoint.spec, PlainTable().matrix_bytes)
+    placed = layout(checkpoint.spec, PlainTable().band_bytes)
     seen: list[tuple[int, int]] = []
     load_weights(checkpoint, placed, PlainTable(), aligned(placed.total_bytes), lambda *news: seen.append(news))
     assert seen[0] == (0, checkpoint.total_bytes) and seen[-1] == (checkpoint.total_bytes, checkpoint.total_bytes)
@@ -216,7 +216,7 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 def test_memory_must_fit(tmp_path: Path) -> None:
     hf_folder(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    placed = layout(checkpoint.spec, PlainTable().matrix_bytes)
+    placed = layout(checkpoint.spec, PlainTable().band_bytes)
     for memory in (aligned(placed.total_bytes - 64), aligned(placed.total_bytes + 64)[1 : placed.total_bytes + 1]):
         with pytest.raises(Bug):
             load_weights(checkpoint, placed, PlainTable(), memory, lambda done, total: None)

@@ -14,7 +14,7 @@ from checkpoints import TINY, random_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server.kernels.table import DType
+from janus_server.kernels.table import Form
 from janus_server.model import dequant
 from janus_server.model.dequant import convert_rows, round_to_bf16
 from janus_server.model.rope import inv_freq
@@ -39,10 +39,10 @@ def test_every_stored_byte_pattern_dequantises_as_the_reference(
     kind = gguf.GGMLQuantizationType[encoding.label]
     raw = random_blocks((37, 768), kind)
     out = np.empty((37, 768), np.float32)
-    convert_rows(raw, encoding, DType.F32, out)
+    convert_rows(raw, encoding, Form.F32, out)
     np.testing.assert_array_equal(out, gguf.dequantize(raw, kind))
     bits = np.empty((37, 768), np.uint16)
-    convert_rows(raw, encoding, DType.BF16, bits)
+    convert_rows(raw, encoding, Form.BF16, bits)
     wanted = torch.from_numpy(out).bfloat16().view(torch.uint16).numpy()
     np.testing.assert_array_equal(bits, wanted)
 
@@ -54,7 +54,7 @@ def test_a_scale_that_is_nan_shows(encoding: Encoding) -> None:
     raw.reshape(2, -1, encoding.block_bytes)[1, 0, at : at + 2] = 0xFF  # the NaN with the largest payload
     raw[0, :at] |= 1
     bits = np.empty((2, 256), np.uint16)
-    convert_rows(raw, encoding, DType.BF16, bits)
+    convert_rows(raw, encoding, Form.BF16, bits)
     assert ((bits[1] & 0x7FFF) > 0x7F80).any()
     assert ((bits[0] & 0x7F80) != 0x7F80).all()
 
@@ -66,7 +66,7 @@ def test_every_half_widens_exactly() -> None:
         (Encoding.BF16, torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()),
     ):
         out = np.empty((16, 4096), np.float32)
-        convert_rows(raw, encoding, DType.F32, out)
+        convert_rows(raw, encoding, Form.F32, out)
         np.testing.assert_array_equal(out.reshape(-1), wanted.numpy())
 
 

@@ -132,7 +132,7 @@ def weight_pages(model: Path) -> tuple[int, str]:
     checkpoint = open_checkpoint(model)
     assert checkpoint.spec.dtype is DType.F32
     table, _ = choose("auto", 1, Path.home() / ".cache" / "janus")
-    return pages_for(layout(checkpoint.spec, table.matrix_bytes).total_bytes, PAGE), table.name
+    return pages_for(layout(checkpoint.spec, table.band_bytes).total_bytes, PAGE), table.name
 
 
 def test_64_streams_with_kv_memory_for_8_all_finish(model: Path) -> None:

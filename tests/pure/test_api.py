@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from janus_server import types
+from janus_server.api import parse
 from janus_server.api import plan as api
 from janus_server.api.bodies import ALLOWED, ChatBody, CompletionBody, Limits
 from janus_server.errors import Refused
@@ -24,16 +27,18 @@ TEXT = {"model": "m", "prompt": "hi"}
 
 
 def completion(**fields: Any) -> CompletionBody:
-    return api.parse_completion(msgspec.json.encode({**TEXT, **fields}), LIMITS)
+    return parse.parse_completion(msgspec.json.encode({**TEXT, **fields}), LIMITS)
 
 
-def plan(prompts: list[list[int]] | None = None, echoes: list[str] | None = None, **fields: Any) -> api.Call:
-    prompts = prompts or [[1, 2, 3]]
-    return api.plan_completion(completion(**fields), prompts, echoes or [""] * len(prompts), TARGET, LIMITS, LABEL)
+def plan(prompts: list[list[int]] | None = None, **fields: Any) -> api.Call:
+    """The call for prompts that the client gave as ids unless fields say otherwise, else for a text of three tokens."""
+    if prompts:
+        fields = {"prompt": prompts, **fields}
+    return api.plan_completion(completion(**fields), prompts or [[1, 2, 3]], TARGET, LIMITS, LABEL)
 
 
 def plan_chat(**fields: Any) -> api.Call:
-    body = api.parse_chat(msgspec.json.encode({**CHAT, **fields}), LIMITS)
+    body = parse.parse_chat(msgspec.json.encode({**CHAT, **fields}), LIMITS)
     return api.plan_chat(body, [1, 2, 3], TARGET, LIMITS, LABEL)
 
 
@@ -184,14 +189,14 @@ def test_too_long_names_both_numbers() -> None:
 
 def test_the_total_of_a_call_is_bounded() -> None:
     limits = Limits(total_tokens=100)
-    body = completion(n=4, max_tokens=20)
+    body = completion(prompt=["a", "b"], n=4, max_tokens=20)
     with pytest.raises(Refused) as caught:
-        api.plan_completion(body, [[1], [2]], ["", ""], TARGET, limits, LABEL)
+        api.plan_completion(body, [[1], [2]], TARGET, limits, LABEL)
     assert caught.value.param == "max_tokens"
     with pytest.raises(Refused) as caught:
         completion(prompt=["a"] * 100, n=100)
     assert caught.value.param == "n"
-    chat = api.plan_chat(api.parse_chat(json.dumps({**CHAT, "n": 4}).encode(), limits), [1], TARGET, limits, LABEL)
+    chat = api.plan_chat(parse.parse_chat(json.dumps({**CHAT, "n": 4}).encode(), limits), [1], TARGET, limits, LABEL)
     assert chat.requests[0].max_tokens == 25
 
 
@@ -212,7 +217,7 @@ def test_the_total_of_a_call_is_bounded() -> None:
 )
 def test_broken_json_says_where(raw: bytes, part: str) -> None:
     with pytest.raises(Refused) as caught:
-        api.parse_completion(raw, LIMITS)
+        parse.parse_completion(raw, LIMITS)
     assert caught.value.status == 400
     assert part in caught.value.message
 
@@ -229,17 +234,31 @@ def test_broken_json_says_where(raw: bytes, part: str) -> None:
 )
 def test_numbers_that_are_not_finite_are_named(raw: bytes, param: str) -> None:
     with pytest.raises(Refused) as caught:
-        api.parse_completion(raw, LIMITS)
+        parse.parse_completion(raw, LIMITS)
     assert caught.value.param == param
     assert caught.value.status == 400
 
 
-def test_an_id_outside_the_vocabulary_is_named_by_its_place() -> None:
-    with pytest.raises(Refused, match=r"prompt\[2\]\[1\] must be a token id from 0 to 299"):
-        api.check_ids([5, 300], 300, "prompt", "prompt[2]")
-    with pytest.raises(Refused, match=r"prompt\[0\]"):
-        api.check_ids([-1], 300, "prompt", "prompt")
-    api.check_ids([0, 299], 300, "prompt", "prompt")
+@pytest.mark.parametrize(
+    ("prompt", "at"), [([5, 300], "prompt[1]"), ([-1], "prompt[0]"), ([[1], [2, 3, 10**30]], "prompt[1][2]")]
+)
+def test_an_id_outside_the_vocabulary_is_named_by_its_place(prompt: list[Any], at: str) -> None:
+    lists = prompt if isinstance(prompt[0], list) else [prompt]
+    with pytest.raises(Refused) as caught:
+        plan(lists, prompt=prompt)
+    assert (caught.value.param, caught.value.code) == ("prompt", "invalid_value")
+    assert caught.value.message == f"{at} must be a token id from 0 to 299"
+    plan([[0, 299]], prompt=[0, 299])
+
+
+def test_a_text_that_the_tokenizer_cuts_into_unknown_ids_is_refused() -> None:
+    """A tokenizer may know more tokens than the model has rows for, and a client can spell them."""
+    with pytest.raises(Refused) as caught:
+        plan([[1], [2, 300]], prompt=["a", "b"])
+    assert (caught.value.param, caught.value.code) == ("prompt", "invalid_value")
+    with pytest.raises(Refused) as caught:
+        api.plan_chat(parse.parse_chat(json.dumps(CHAT).encode(), LIMITS), [300], TARGET, LIMITS, LABEL)
+    assert (caught.value.param, caught.value.code) == ("messages", "invalid_value")
 
 
 def test_every_field_says_what_it_allows() -> None:
@@ -251,9 +270,9 @@ def test_every_field_says_what_it_allows() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
-    for parse in (api.parse_chat, api.parse_completion):
+    for read in (parse.parse_chat, parse.parse_completion):
         try:
-            parse(raw, LIMITS)
+            read(raw, LIMITS)
         except Refused as refused:
             assert refused.status == 400
 
@@ -269,8 +288,8 @@ FIELDS = sorted({f.name for shape in (ChatBody, CompletionBody) for f in msgspec
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_json_is_planned_or_refused(fields: dict[str, Any]) -> None:
     try:
-        body = api.parse_completion(json.dumps({**TEXT, **fields}).encode(), LIMITS)
-        call = api.plan_completion(body, [[1]], [""], TARGET, LIMITS, LABEL)
+        body = parse.parse_completion(json.dumps({**TEXT, **fields}).encode(), LIMITS)
+        call = api.plan_completion(body, [[1]], TARGET, LIMITS, LABEL)
     except Refused as refused:
         assert refused.status == 400
         assert refused.param
@@ -306,7 +325,7 @@ def test_defaults_come_from_the_model_and_yield_to_the_client() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.logprobs) == (0.7, 0.9, 5, None)
     sampling = plan(temperature=0, top_p=1, top_k=-1, seed=-1, logit_bias={"9": 1, "2": -100}).requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
-    assert sampling.seed == 2**63 - 1
+    assert sampling.seed == -1
     assert sampling.logit_bias == ((2, -100.0), (9, 1.0))
     assert plan(top_p=0).requests[0].sampling.top_k == 1
 
@@ -328,18 +347,81 @@ def test_stops() -> None:
 
 
 def test_prompt_shapes() -> None:
-    assert api.prompts_of(completion(prompt="a")) == ("a",)
-    assert api.prompts_of(completion(prompt=["a", "b"])) == ("a", "b")
-    assert api.prompts_of(completion(prompt=[1, 2])) == ([1, 2],)
-    assert api.prompts_of(completion(prompt=[[1], [2, 3]])) == ([1], [2, 3])
+    assert parse.prompts_of(completion(prompt="a")) == ("a",)
+    assert parse.prompts_of(completion(prompt=["a", "b"])) == ("a", "b")
+    assert parse.prompts_of(completion(prompt=[1, 2])) == ([1, 2],)
+    assert parse.prompts_of(completion(prompt=[[1], [2, 3]])) == ([1], [2, 3])
 
 
 def test_seeds_of_equal_prompts_differ_unless_the_client_chose_one() -> None:
-    drawn = plan([[1], [1]])
-    assert drawn.requests[0].sampling.seed != drawn.requests[1].sampling.seed
+    drawn = [r.sampling.seed for r in plan([[1], [1]]).requests]
+    assert drawn[0] != drawn[1]
+    assert drawn == [r.sampling.seed for r in plan([[1], [1]]).requests]
     chosen = plan([[1], [1]], seed=5)
     assert [r.sampling.seed for r in chosen.requests] == [5, 5]
     assert [r.id for r in chosen.requests] == ["cmpl-1-0", "cmpl-1-1"]
+
+
+def test_seeds_never_meet_by_counting() -> None:
+    """Labels and prompts next to each other: no seed is another's plus a small number, and none comes twice."""
+    body = completion(prompt=["a"] * 8)
+    seeds = {
+        r.sampling.seed
+        for seed in range(40)
+        for r in api.plan_completion(body, [[1]] * 8, TARGET, LIMITS, api.Label("c", 0, seed)).requests
+    }
+    assert len(seeds) == 320
+    ordered = sorted(seeds)
+    assert min(b - a for a, b in itertools.pairwise(ordered)) > 1000
+    chosen = {seed: plan(seed=seed).requests[0].sampling.seed for seed in (-(2**63), -1, 0, 2**63 - 1)}
+    assert len(set(chosen.values())) == 4
+
+
+@pytest.mark.parametrize(("asked", "used"), [(0, 0.0), (1e-300, 0.0), (9.9e-6, 0.0), (1e-5, 1e-5), (0.5, 0.5)])
+def test_a_tiny_temperature_means_greedy(asked: float, used: float) -> None:
+    for planned in (plan, plan_chat):
+        assert planned(temperature=asked).requests[0].sampling.temperature == used
+    target = msgspec.structs.replace(TARGET, defaults=types.Sampling(temperature=asked))
+    assert api.plan_completion(completion(), [[1]], target, LIMITS, LABEL).requests[0].sampling.temperature == used
+
+
+def test_something_can_be_drawn_before_min_tokens() -> None:
+    small = api.Target("m", 100, 4, (3,), types.Sampling())
+    body = completion(stop_token_ids=[0, 1, 2], min_tokens=1)
+    with pytest.raises(Refused) as caught:
+        api.plan_completion(body, [[1]], small, LIMITS, LABEL)
+    refused_field(caught.value, "stop_token_ids")
+    for fields in ({"min_tokens": 0}, {"ignore_eos": True}):
+        body = completion(stop_token_ids=[0, 1, 2], **{"min_tokens": 1, **fields})
+        api.plan_completion(body, [[1]], small, LIMITS, LABEL)
+
+
+def test_ignored_fields_are_named() -> None:
+    raw = json.dumps({**TEXT, "user": "u", "x": [{"y": 1}], "temperature": 1}).encode()
+    assert parse.ignored_fields(raw, CompletionBody) == ("user", "x")
+    assert parse.ignored_fields(json.dumps(CHAT).encode(), ChatBody) == ()
+    assert parse.ignored_fields(json.dumps({**CHAT, "best_of": 1}).encode(), ChatBody) == ("best_of",)
+    assert parse.ignored_fields(json.dumps({**TEXT, "x": "y" * parse.SEARCHED_BYTES}).encode(), CompletionBody) == ()
+
+
+def test_ranges_in_words_are_the_ranges_that_are_checked() -> None:
+    """The words come from the annotations; each bound they name is accepted, and what lies beyond is refused."""
+    found = {}
+    for name in (f.name for f in msgspec.structs.fields(CompletionBody)):
+        numbers = re.fullmatch(
+            r"(?:a whole number|a number) (?:from|of at least) (\S+)(?: to (\S+))?", ALLOWED.get(name, "")
+        )
+        if numbers:
+            found[name] = [float(x) if "." in x else int(x) for x in numbers.groups() if x]
+    assert found["temperature"] == [0, 2] and found["repetition_penalty"] == [0.01, 100] and found["max_tokens"] == [1]
+    for name, bounds in found.items():
+        for bound in bounds:
+            completion(**{name: bound})
+        with pytest.raises(Refused, match=name):
+            completion(**{name: bounds[0] - 1})
+        if len(bounds) == 2:
+            with pytest.raises(Refused, match=name):
+                completion(**{name: bounds[1] + 1})
 
 
 def test_messages_reach_the_template_whole() -> None:
@@ -352,7 +434,7 @@ def test_messages_reach_the_template_whole() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "r"},
         ],
     }
-    messages = api.messages_of(api.parse_chat(json.dumps(body).encode(), LIMITS))
+    messages = parse.messages_of(parse.parse_chat(json.dumps(body).encode(), LIMITS))
     assert messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},

@@ -6,42 +6,54 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from janus_server import types
+from janus_server.api import parse
 from janus_server.api import plan as api
 from janus_server.api import reply as api_reply
 from janus_server.api.bodies import Limits
 from janus_server.errors import Bug
+from janus_server.tokens.detokenize import Detokenizer
 
 LIMITS = Limits()
 TARGET = api.Target("m", 100, 300, (257,), types.Sampling())
 LABEL = api.Label("cmpl-1", 1_700_000_000, 42)
 
 
-class Names:
+class Bytes:
+    """A tokenizer whose token i is byte i; 256 and up are special and spell their number."""
+
+    def __init__(self, strips_first_space: bool = False) -> None:
+        self.strips_first_space = strips_first_space
+
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
+        return bytes([token]) if token < 256 else f"<{token}>".encode()
+
+    def is_special(self, token: int) -> bool:
+        return token >= 256
 
 
 def plan(prompts: list[list[int]] | None = None, echoes: list[str] | None = None, **fields: Any) -> api.Call:
     prompts = prompts or [[1, 2, 3]]
-    body = api.parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), LIMITS)
-    return api.plan_completion(body, prompts, echoes or [""] * len(prompts), TARGET, LIMITS, LABEL)
+    body = parse.parse_completion(json.dumps({"model": "m", "prompt": prompts, **fields}).encode(), LIMITS)
+    call = api.plan_completion(body, prompts, TARGET, LIMITS, LABEL)
+    return msgspec.structs.replace(call, echo=tuple(echoes)) if echoes else call
 
 
 def plan_chat(**fields: Any) -> api.Call:
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return api.plan_chat(api.parse_chat(json.dumps(chat).encode(), LIMITS), [1, 2, 3], TARGET, LIMITS, LABEL)
+    return api.plan_chat(parse.parse_chat(json.dumps(chat).encode(), LIMITS), [1, 2, 3], TARGET, LIMITS, LABEL)
 
 
 def stream(call: api.Call, deltas: list[tuple[int, types.Delta]]) -> list[dict[str, Any]]:
-    reply = api_reply.StreamReply(call, Names())
+    reply = api_reply.StreamReply(call, Bytes())
     raw = b"".join(reply.events(prompt, delta) for prompt, delta in deltas)
     if call.include_usage:
         raw += reply.usage_event()
@@ -96,7 +108,7 @@ def test_completion_chunks_count_choices_over_prompts() -> None:
 @given(st.text())
 def test_any_text_survives_and_no_line_reader_can_cut_it(text: str) -> None:
     call = plan_chat(stream=True)
-    raw = api_reply.StreamReply(call, Names()).events(0, types.Delta(0, text, (1,)))
+    raw = api_reply.StreamReply(call, Bytes()).events(0, types.Delta(0, text, (1,)))
     assert len(raw.decode().splitlines()) == 2
     assert json.loads(raw.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
 
@@ -107,7 +119,7 @@ def top(token: int, value: float, *others: tuple[int, float]) -> types.TokenLogp
 
 def test_completion_logprobs() -> None:
     call = plan(echo=False, logprobs=2)
-    reply = api_reply.WholeReply(call, Names())
+    reply = api_reply.WholeReply(call, Bytes())
     value = -0.1 - 1e-17
     first = top(97, value, (97, value), (98, -math.inf))
     partial = top(0xE2, -1.5, (98, -0.5), (0xE3, -1.25))
@@ -126,7 +138,7 @@ def test_completion_logprobs() -> None:
 
 def test_chat_logprobs() -> None:
     call = plan_chat(logprobs=True, top_logprobs=1)
-    reply = api_reply.WholeReply(call, Names())
+    reply = api_reply.WholeReply(call, Bytes())
     reply.add(0, types.Delta(0, "a", (97,), (top(97, -2.0, (98, -0.5)),), LENGTH))
     body = json.loads(reply.body())
     assert body["choices"][0]["logprobs"]["content"] == [
@@ -134,10 +146,7 @@ def test_chat_logprobs() -> None:
             "token": "a",
             "logprob": -2.0,
             "bytes": [97],
-            "top_logprobs": [
-                {"token": "b", "logprob": -0.5, "bytes": [98]},
-                {"token": "a", "logprob": -2.0, "bytes": [97]},
-            ],
+            "top_logprobs": [{"token": "b", "logprob": -0.5, "bytes": [98]}],
         }
     ]
     none_asked = plan_chat(logprobs=True)
@@ -146,10 +155,65 @@ def test_chat_logprobs() -> None:
     assert chunk["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+@pytest.mark.parametrize("k", range(4))
+def test_chat_has_k_alternatives_and_completions_the_chosen_one_too(k: int) -> None:
+    """What the engine sends is exactly the k likeliest; the chosen token is the third."""
+    likeliest = ((98, -0.5), (99, -1.0), (97, -2.0))[:k]
+    delta = types.Delta(0, "a", (97,), (types.TokenLogprob(97, -2.0, likeliest),), LENGTH)
+    for call in (plan_chat(logprobs=True, top_logprobs=k, stream=True), plan_chat(logprobs=True, top_logprobs=k)):
+        assert call.requests[0].sampling.logprobs == k
+        whole = api_reply.WholeReply(call, Bytes())
+        whole.add(0, delta)
+        streamed = stream(call, [(0, delta)])[0]
+        for answer in (json.loads(whole.body()), streamed):
+            [entry] = answer["choices"][0]["logprobs"]["content"]
+            assert [one["token"] for one in entry["top_logprobs"]] == ["b", "c", "a"][:k]
+            assert entry["logprob"] == -2.0
+    whole = api_reply.WholeReply(plan(logprobs=k), Bytes())
+    whole.add(0, delta)
+    [top_map] = json.loads(whole.body())["choices"][0]["logprobs"]["top_logprobs"]
+    assert len(top_map) == (k if k == 3 else k + 1) and top_map["a"] == -2.0
+
+
+@pytest.mark.parametrize(
+    ("strips", "skip", "prompt", "tokens", "shown", "offsets"),
+    [
+        (False, True, [1], [97, 300, 98, 257], "ab", [0, 1, 1, 2]),
+        (False, False, [1], [97, 300, 98], "a<300>b", [0, 1, 6]),
+        (True, True, [257], [32, 97, 32, 98], "a b", [0, 0, 1, 2]),
+        (True, True, [97], [32, 97, 32, 98], " a b", [0, 1, 2, 3]),
+        (False, True, [1], [0xE2, 0x82, 0xAC, 97], "€a", [0, 0, 0, 1]),
+    ],
+)
+def test_offsets_follow_the_text_that_is_seen(
+    strips: bool, skip: bool, prompt: list[int], tokens: list[int], shown: str, offsets: list[int]
+) -> None:
+    tokenizer = Bytes(strips)
+    detokenizer = Detokenizer(tokenizer, skip, prompt)
+    text = "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
+    assert text == shown
+    call = plan([prompt], ["PP"], logprobs=0, skip_special_tokens=skip)
+    whole = api_reply.WholeReply(call, tokenizer)
+    whole.add(0, types.Delta(0, text, tuple(tokens), tuple(top(t, -1.0) for t in tokens), LENGTH))
+    choice = json.loads(whole.body())["choices"][0]
+    assert choice["text"] == "PP" + shown
+    assert choice["logprobs"]["text_offset"] == [2 + at for at in offsets]
+
+
+def test_a_stopping_server_says_so() -> None:
+    refused = api_reply.failure(types.Delta(0, finish=types.FinishReason.ABORT))
+    assert refused is not None
+    assert (refused.status, refused.code, refused.retry_after_s) == (503, "shutting_down", 1.0)
+    assert "shutting down" in refused.message
+    failed = api_reply.failure(types.Delta(0, finish=types.FinishReason.ERROR))
+    assert failed is not None
+    assert (failed.status, failed.code) == (500, "engine_error")
+
+
 def test_only_stop_and_length_end_an_answer() -> None:
     for finish in (types.FinishReason.ERROR, types.FinishReason.ABORT):
         with pytest.raises(Bug):
-            api_reply.StreamReply(plan(), Names()).events(0, types.Delta(0, finish=finish))
+            api_reply.StreamReply(plan(), Bytes()).events(0, types.Delta(0, finish=finish))
         failed = api_reply.failure(types.Delta(0, finish=finish))
         assert failed is not None
         assert failed.status >= 500

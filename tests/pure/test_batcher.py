@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from twin_batcher import Node, generate, request_of
 
-from janus_server.errors import Bug, Refused
-from janus_server.sched.batcher import _share
+from janus_server.errors import Bug
+from janus_server.kv.prefix import Match
+from janus_server.sched.share import share
 from janus_server.types import Batch, BatcherStats, FinishReason, PageCopy, Sampled, Sampling
 
 
@@ -20,14 +23,14 @@ def _shape(batch: Batch | None) -> list[tuple[int, int]]:
 
 class TestShare:
     def test_docstring_example(self) -> None:
-        assert _share([100, 1000, 1000], 513) == [100, 207, 206]
-        assert _share([5, 10, 10], 2) == [1, 1, 0]
-        assert _share([], 9) == []
-        assert _share([3, 4], 0) == [0, 0]
+        assert share([100, 1000, 1000], 513) == [100, 207, 206]
+        assert share([5, 10, 10], 2) == [1, 1, 0]
+        assert share([], 9) == []
+        assert share([3, 4], 0) == [0, 0]
 
     @given(st.lists(st.integers(1, 60), max_size=8), st.integers(0, 200))
     def test_uses_the_budget_and_is_fair(self, gaps: list[int], budget: int) -> None:
-        shares = _share(gaps, budget)
+        shares = share(gaps, budget)
         assert sum(shares) == min(budget, sum(gaps))
         hungry = [share for share, gap in zip(shares, gaps, strict=True) if share < gap]
         assert all(0 <= share <= gap for share, gap in zip(shares, gaps, strict=True))
@@ -153,7 +156,7 @@ class TestChoices:
         assert batch is not None
         first, second, third = (c.pages for c in batch.chunks)
         assert first[:2] == second[:2] == third[:2] and len({first[2], second[2], third[2]}) == 3
-        assert batch.copies == (PageCopy(first[2], second[2], 1), PageCopy(first[2], third[2], 1))
+        assert batch.copies == (PageCopy(first[2], second[2]), PageCopy(first[2], third[2]))
         node.emits += node.batcher.commit(batch, node.memory.run(batch))
         node.run()
         assert node.right(request)
@@ -174,7 +177,8 @@ class TestChoices:
         node.step()
         batch = node.step()
         assert batch is not None
-        assert [c.sample.sampling.seed for c in batch.chunks if c.sample] == [40, 41, 42]
+        specs = [c.sample for c in batch.chunks if c.sample]
+        assert [(spec.sampling.seed, spec.choice) for spec in specs] == [(40, 0), (40, 1), (40, 2)]
 
     @pytest.mark.parametrize("sequences", [1, 2, 8])
     def test_choices_that_find_no_place_wait_their_turn(self, sequences: int) -> None:
@@ -207,6 +211,40 @@ class TestPrefix:
             node.batcher.add(request_of(name, (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=1), float(when))
             node.step()
         assert [e.cached_tokens for e in node.emits] == [0, 7]
+
+    def test_what_a_preempted_request_finds_again_is_its_own(self) -> None:
+        """Preempted in the middle of its prompt, it meets its own pages in the cache: they are no gain."""
+        node = Node(20, step_tokens=4)
+        node.batcher.add(request_of("old", (1, 2, 3, 4, 5), max_tokens=1), 0.0)
+        node.run()
+        request = request_of("a", (1, 2, 3, 4, *range(10, 22)), max_tokens=2)
+        node.batcher.add(request, 1.0)
+        node.step(), node.step()
+        (seq,) = node.batcher.running
+        assert seq.computed == 12
+        node.batcher.preempt(seq)
+        node.run()
+        assert node.right(request) and node.batcher.stats().prefix_hit_tokens == 4 + 12
+        assert [e.cached_tokens for e in node.emits if e.request_id == "a"] == [4, 0]
+
+    @pytest.mark.parametrize("sequences", [1, 2, 8])
+    def test_only_the_first_choice_tells_what_the_cache_gave(self, sequences: int) -> None:
+        """Choices that waited for a place find the first one's pages in the cache; the prompt was still computed."""
+        node = Node(20, sequences=sequences)
+        for when, (name, expected) in enumerate((("a", 0), ("b", 8))):
+            node.batcher.add(request_of(name, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10), max_tokens=2, n=3), float(when))
+            node.run()
+            told = {e.index: e.cached_tokens for e in reversed(node.emits) if e.request_id == name}
+            assert told == {0: expected, 1: 0, 2: 0}
+
+    def test_an_heir_tells_what_the_cache_gave_the_first_choice(self) -> None:
+        node = Node(20, step_tokens=4)
+        node.batcher.add(request_of("old", (1, 2, 3, 4, 5), max_tokens=1), 0.0)
+        node.run()
+        node.batcher.add(request_of("a", (1, 2, 3, 4, *range(10, 22)), max_tokens=1, n=2), 1.0)
+        node.batcher.cancel("a", 0)
+        node.run()
+        assert [(e.index, e.cached_tokens) for e in node.emits if e.request_id == "a"] == [(1, 4)]
 
     def test_caching_can_be_off(self) -> None:
         node = Node(20, prefix_caching=False)
@@ -255,14 +293,66 @@ class TestPrefix:
         assert node.right(a, b)
 
 
-class TestRefusal:
-    def test_only_what_can_never_fit_is_refused(self) -> None:
-        node = Node(3)
-        node.batcher.refuse_unfit(request_of("a", 8, max_tokens=4))
-        with pytest.raises(Refused) as refused:
-            node.batcher.refuse_unfit(request_of("a", 9, max_tokens=4))
-        assert refused.value.code == "context_length_exceeded" and "13" in refused.value.message
+class TestStarved:
+    @staticmethod
+    def _count_tries(node: Node) -> list[int]:
+        """Grows by one each time a prompt is looked up in the cache."""
+        tries: list[int] = []
+        match = node.batcher.prefix.match
 
+        def counted(tokens: Sequence[int], limit: int) -> Match:
+            tries.append(len(tokens))
+            return match(tokens, limit)
+
+        node.batcher.prefix.match = counted  # type: ignore[method-assign]
+        return tries
+
+    def test_the_head_of_the_queue_is_not_hashed_again_while_nothing_changes(self) -> None:
+        node = Node(9)
+        long, big = request_of("long", 12, max_tokens=20), request_of("big", 24, max_tokens=4)
+        node.batcher.add(long, 0.0)
+        node.step()
+        node.batcher.add(big, 1.0)
+        tries = self._count_tries(node)
+        steps = 0
+        while node.batcher.starved is not None or not steps:
+            node.step()
+            steps += 1
+        assert steps > 15 and len(tries) <= 3
+        node.run()
+        assert node.right(long, big)
+
+    def test_it_tries_again_when_another_gives_up_pages(self) -> None:
+        """Cancelled, finished, of another model: whoever frees pages, the next plan admits."""
+        node = Node(12, models=2)
+        node.batchers[1].add(request_of("other", 24, max_tokens=20), 0.0)
+        node.step(1)
+        node.batcher.add(request_of("small", 8, max_tokens=20), 1.0)
+        node.step(0)
+        node.batcher.add(request_of("big", 24, max_tokens=4), 2.0)
+        for _ in range(3):
+            node.step(0)
+        assert node.batcher.starved is not None
+        node.batchers[1].cancel("other")
+        node.step(0)
+        assert node.batcher.starved is None and [s.request.id for s in node.batcher.running] == ["small", "big"]
+
+    def test_it_tries_again_when_its_own_prompt_comes_into_the_cache(self) -> None:
+        """Nothing is freed, but each step of its twin shortens what the prompt still needs."""
+        node = Node(9, step_tokens=8)
+        first, second = request_of("a", tuple(range(24)), max_tokens=9), request_of("b", tuple(range(24)), max_tokens=2)
+        node.batcher.add(first, 0.0)
+        node.step()
+        node.batcher.add(second, 1.0)
+        node.step()
+        assert node.batcher.starved is not None
+        node.step(), node.step()
+        assert [s.request.id for s in node.batcher.running] == ["a", "b"]
+        node.run()
+        assert node.right(first, second)
+
+
+class TestMisuse:
     def test_what_just_fits_runs(self) -> None:
         node = Node(3)
         request = request_of("a", 8, max_tokens=4)
@@ -274,6 +364,8 @@ class TestRefusal:
         node = Node(3)
         with pytest.raises(Bug):
             node.batcher.add(request_of("a", ()), 0.0)
+        with pytest.raises(Bug, match="longer than the memory"):
+            node.batcher.add(request_of("a", 9, max_tokens=4), 0.0)
         node.batcher.add(request_of("a", 2), 0.0)
         batch = node.batcher.plan(0.0)
         assert batch is not None
@@ -326,7 +418,7 @@ class TestCancel:
         node.step()
         emits = node.batcher.cancel_all()
         assert sorted((e.request_id, e.index) for e in emits) == [(f"r{i}", n) for i in range(4) for n in range(2)]
-        assert {e.finish for e in emits} == {FinishReason.ERROR} and node.batcher.idle
+        assert {e.finish for e in emits} == {FinishReason.ABORT} and node.batcher.idle
         node.batcher.prefix.clear()
         assert node.pool.free_pages == 20
 
@@ -334,7 +426,7 @@ class TestCancel:
         node = Node(20)
         node.batcher.add(request_of("a", 9, n=2), 0.0)
         node.step()
-        assert len(node.batcher.abandon()) == 2 and node.batcher.idle
+        assert [e.finish for e in node.batcher.abandon()] == [FinishReason.ERROR] * 2 and node.batcher.idle
         assert node.pool.reclaim(node.batcher.kv.owner) > 0
         node.pool.check()
         assert node.pool.free_pages == 20

@@ -58,6 +58,17 @@ class TestKvPages:
         assert kv.drop(page)
         assert (pool._owners[page], pool.free_pages, kv.held) == (None, 3, 0)
 
+    def test_a_page_down_to_one_holder_may_be_given_up(self) -> None:
+        pool = PagePool(3)
+        kv = KvPages(pool, "m", 2)
+        (page,) = _take(kv, 1)
+        kv.share(page), kv.share(page)
+        eased = pool.eased
+        kv.drop(page)
+        assert (kv.refs(page), pool.eased) == (2, eased)
+        kv.drop(page)
+        assert (kv.refs(page), pool.eased) == (1, eased + 1)
+
     def test_misuse_is_a_bug(self) -> None:
         kv = _kv()
         with pytest.raises(Bug):
@@ -133,6 +144,30 @@ class TestPrefixCache:
         cache.publish([1, 2], _take(kv, 1))
         assert cache.publish([1, 2, 3, 4], _take(kv, 2)) == [9, 7]
         assert (kv.refs(9), kv.refs(8), kv.refs(7)) == (3, 0, 2)
+
+    def test_continuations_tell_when_a_match_could_be_longer(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        cache.publish([1, 2, 3, 4], _take(kv, 2))
+        nothing, some = cache.match([9, 9, 9], 3), cache.match([1, 2, 9, 9], 4)
+        assert (cache.continuations(nothing), cache.continuations(some)) == (1, 1)
+        cache.publish([1, 2, 9, 9], _take(kv, 2))
+        assert (cache.continuations(nothing), cache.continuations(some)) == (1, 2)
+        cache.publish([9, 9], _take(kv, 1))
+        assert (cache.continuations(nothing), cache.continuations(some)) == (2, 2)
+
+    def test_touching_a_match_keeps_it_longest(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        for tokens in ([1, 1], [2, 2]):
+            for page in cache.publish(tokens, _take(kv, 1)):
+                kv.drop(page)
+        match = cache.match([1, 1], 2)
+        _drop(kv, match)
+        _drop(kv, cache.match([2, 2], 2))
+        cache.touch(match)
+        cache.evict(1)
+        assert _cached(kv, cache, [1, 1]) and not _cached(kv, cache, [2, 2])
 
     def test_least_recently_used_leaves_go_first(self) -> None:
         kv = _kv()

@@ -25,8 +25,9 @@ from twin_batcher import VOCABULARY, Memory, expected_slots, generate
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.pages import PagePool
 from janus_server.kv.prefix import PrefixCache
-from janus_server.sched.batcher import Batcher, BatcherLimits, Sequence
+from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.sequence import Sequence
 from janus_server.types import Batch, Emit, FinishReason, Owner, PageKind, Request, SampleSpec, Sampling
 
 Pick = Callable[[int, int], int]
@@ -124,6 +125,20 @@ def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
     )
 
 
+class Doubter(Batcher):
+    """Tries again wherever the batcher is sure that trying is no use: it must find no room, and leave no trace."""
+
+    def _still_short(self, seq: Sequence) -> bool:
+        if not super()._still_short(seq):
+            return False
+        pool, last = self._scarcity._pool, self._shortage
+        eased, order = pool.eased, list(self.prefix._nodes)
+        assert not self._place(seq), "there was room for the head of the queue"
+        assert list(self.prefix._nodes) == order, "another try would have changed what is given up first"
+        pool.eased, self._shortage = eased, last
+        return True
+
+
 class World:
     """Drives a scenario round by round and checks everything after every step."""
 
@@ -139,7 +154,8 @@ class World:
         self.batchers = []
         for model in range(plan.models):
             kv = KvPages(self.pool, f"m{model}", plan.page_tokens)
-            self.batchers.append(Batcher(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits))
+            self.batchers.append(Doubter(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits))
+            self.scarcity.join(self.batchers[-1])
         self.steps = [0] * plan.models
         self.trace = 0
         self.queue = list(plan.arrivals)
@@ -178,7 +194,6 @@ class World:
     def _events(self, now: int) -> None:
         while self.queue and self.queue[0].round <= now:
             arrival = self.queue.pop(0)
-            self.batchers[arrival.model].refuse_unfit(arrival.request)
             self.batchers[arrival.model].add(arrival.request, float(now))
             self.requests[arrival.request.id] = (arrival.model, arrival.request)
             for index in range(arrival.request.n):
@@ -265,7 +280,7 @@ class World:
         request = seq.request
         generated = tuple(seq.tokens[len(request.prompt) :])
         history = request.sampling.needs_history
-        assert spec.sampling.seed == request.sampling.seed + seq.index
+        assert (spec.sampling, spec.choice) == (request.sampling, seq.index)
         assert spec.position == len(generated)
         assert spec.banned == (request.stop_ids if len(generated) < request.min_tokens else ())
         assert (spec.prompt, spec.output) == ((request.prompt, generated) if history else ((), ()))
@@ -298,8 +313,8 @@ class World:
                 writable = seq.pages[seq.computed // self.plan.page_tokens :]
                 assert all(of_sequences[page] == 1 for page in writable), "two sequences can write one page"
                 assert not set(writable) & set(nodes), "a cached page can still be written"
-        for page in range(self.pool.n_pages):
-            if self.pool.owner_of(page) is None:
+        for page, owner in enumerate(self.pool._owners):
+            if owner is None:
                 self.memory.forget(page)
 
     def _check_end(self) -> None:
@@ -307,7 +322,7 @@ class World:
             said = self.output[choice]
             if choice in self.cancelled:
                 assert said == tokens[: len(said)] and choice not in self.ends
-            elif self.ends[choice] is FinishReason.ERROR:
+            elif self.ends[choice] is FinishReason.ABORT:
                 assert said == tokens[: len(said)] and self.plan.teardown_round is not None
             else:
                 assert (said, self.ends[choice]) == (tokens, finish)

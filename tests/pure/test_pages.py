@@ -36,7 +36,7 @@ def test_docstring_example() -> None:
     assert _high(pool, 2).commit() == (7, 6)
     assert pool.free_pages == 3
     assert pool.held() == {WEIGHTS: 3, KV: 2}
-    assert [pool.owner_of(page) for page in range(8)] == [WEIGHTS] * 3 + [None] * 3 + [KV] * 2
+    assert pool._owners == [WEIGHTS] * 3 + [None] * 3 + [KV] * 2
     pool.check()
 
 
@@ -145,6 +145,19 @@ def test_impossible_sizes_are_bugs() -> None:
     assert pool.free_pages == 2
 
 
+def test_eased_grows_when_pages_come_back_and_when_a_holder_may_give_one_up() -> None:
+    pool = PagePool(4)
+    seen = [pool.eased]
+    pages = _high(pool, 2).commit()
+    assert pool.reserve_low(3, WEIGHTS) is None
+    assert pool.eased == seen[-1]
+    for change in (lambda: pool.release(KV, pages[:1]), pool.ease, lambda: _low(pool, 1).cancel(),
+                   lambda: pool.reclaim(KV)):  # fmt: skip
+        change()
+        assert pool.eased > seen[-1]
+        seen.append(pool.eased)
+
+
 def test_check_sees_a_wrong_count() -> None:
     pool = PagePool(4)
     _low(pool, 2).commit()
@@ -237,8 +250,8 @@ class PoolAgainstSets(RuleBasedStateMachine):
         assert self.pool.held() == {owner: len(pages) for owner, pages in self.held.items() if pages}
         assert self.pool.high_mark == self.high_mark
         for owner, pages in self.held.items():
-            assert all(self.pool.owner_of(page) == owner for page in pages)
-        assert all(self.pool.owner_of(page) is None for page in self.free)
+            assert all(self.pool._owners[page] == owner for page in pages)
+        assert all(self.pool._owners[page] is None for page in self.free)
 
 
 PoolAgainstSets.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

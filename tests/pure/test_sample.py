@@ -40,12 +40,24 @@ def distribution(logits: np.ndarray, s: Sampling) -> np.ndarray:
     return p / p.sum()
 
 
-def test_uniform_is_in_range_and_depends_on_both_arguments() -> None:
-    values = {uniform(seed, position) for seed in range(50) for position in range(50)}
-    assert len(values) == 2500
+def test_uniform_is_in_range_and_depends_on_all_three() -> None:
+    grid = range(14)
+    values = {uniform(seed, choice, position) for seed in grid for choice in grid for position in grid}
+    assert len(values) == 14**3
     assert all(0 <= u < 1 for u in values)
     assert abs(np.mean(list(values)) - 0.5) < 0.03
-    assert uniform(-(2**63), 0) != uniform(2**63 - 1, 0)
+    assert len({uniform(seed, 0, 0) for seed in (-(2**63), -1, 0, 2**63 - 1)}) == 4
+
+
+def test_no_choice_repeats_a_choice_of_the_next_seed() -> None:
+    """Choice 1 of a seed and choice 0 of the one after it once drew the same tokens."""
+    flat = np.zeros((1, VOCAB), np.float32)
+    said = {
+        (seed, choice): tuple(sample(flat, [SampleSpec(Sampling(seed=seed), at, choice)])[0].token for at in range(8))
+        for seed in range(6)
+        for choice in range(6)
+    }
+    assert len(set(said.values())) == len(said)
 
 
 def test_greedy_takes_the_highest_and_ignores_the_seed() -> None:
@@ -136,19 +148,55 @@ def test_penalties_bias_and_bans_by_their_definitions() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, VOCAB), st.integers(0, VOCAB - 1))
-def test_logprobs_are_the_models_own_and_hold_the_chosen_token(seed: int, top: int, token: int) -> None:
+def test_logprobs_are_the_models_own_of_exactly_the_likeliest(seed: int, top: int, token: int) -> None:
     logits = row(seed)
     exact = logits.astype(np.float64) - logits.max()
     exact -= np.log(np.exp(exact).sum())
     found = logprob_of(logits, token, top)
     assert found.logprob == pytest.approx(exact[token], abs=1e-5)
-    as_map = dict(found.top)
-    assert as_map[token] == found.logprob
-    assert len(found.top) in (top, top + 1)
-    ranked = [v for _, v in found.top[:top]]
-    assert ranked == sorted(ranked, reverse=True)
-    if top:
-        assert found.top[0][0] == int(logits.argmax())
+    assert [i for i, _ in found.top] == list(np.lexsort((np.arange(VOCAB), -logits))[:top])
+    assert [value for _, value in found.top] == pytest.approx([exact[i] for i, _ in found.top], abs=1e-5)
+    assert dict(found.top).get(token, found.logprob) == found.logprob
+
+
+@given(
+    st.integers(0, 100),
+    st.sampled_from([1e-5, 1e-4, 1.0, 100.0, 1e30, 1e300]),
+    st.sampled_from([0.0, 1e-310, 1e-30, 0.5, 1.0]),
+    st.sampled_from([1e-310, 0.5, 1.0]),
+    st.integers(0, 2),
+    st.sampled_from([1.0, 1e10, 1e38, 3.4e38]),
+    st.sampled_from([0.01, 1.0, 100.0]),
+    st.data(),
+)
+def test_no_setting_divides_by_zero_or_draws_from_nothing(
+    seed: int, temperature: float, min_p: float, top_p: float, top_k: int, size: float, repetition: float,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    logits = np.clip(row(seed).astype(np.float64) * size, -3.4e38, 3.4e38).astype(np.float32)
+    hidden = data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))
+    logits[list(hidden)] = -np.inf
+    banned = tuple(sorted(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))))
+    knobs = Sampling(
+        temperature=temperature, min_p=min_p, top_p=top_p, top_k=top_k, repetition_penalty=repetition, seed=seed,
+        frequency_penalty=2.0,
+    )  # fmt: skip
+    with np.errstate(divide="raise", invalid="raise"):
+        for position in range(3):
+            spec = SampleSpec(knobs, position, banned=banned, prompt=tuple(range(20)), output=(1, 1, 2))
+            token = sample(logits[None], [spec])[0].token
+            assert token not in banned
+    if temperature == 1e-5 and size == 1e10 and repetition == 1.0 and not hidden and not banned:
+        assert token == int(logits.argmax())
+
+
+def test_the_bias_comes_before_the_penalties() -> None:
+    """A repetition penalty scales the biased logit: 2 + 4 is halved to 3, below the other's 4."""
+    logits = np.zeros((1, 10), np.float32)
+    logits[0, 3], logits[0, 4] = 2.0, 4.0
+    knobs = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 4.0),))
+    assert sample(logits, [SampleSpec(knobs, 0, prompt=(3,))])[0].token == 4
+    assert sample(logits, [SampleSpec(knobs, 0, prompt=(5,))])[0].token == 3
 
 
 def test_logits_that_are_not_finite_are_a_bug() -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from twin_batcher import Node, request_of
 
+from janus_server.sched.batcher import Batcher
+from janus_server.sched.scarcity import Scarcity
+
 
 def test_the_youngest_is_preempted_and_all_finish() -> None:
     node = Node(6)
@@ -75,6 +78,18 @@ def test_a_stream_of_small_requests_does_not_starve_a_neighbours_large_one() -> 
     assert now < 20
     node.run()
     assert node.right(large)
+
+
+def test_a_batcher_joins_when_it_is_let_and_not_by_being_made() -> None:
+    """One that was made for a load that then failed must not be asked for pages."""
+    node = Node(4)
+    node.batcher.add(request_of("x", 8, max_tokens=1), 0.0)
+    node.run()
+    scarcity = Scarcity(node.pool)
+    Batcher(node.batcher.kv, node.batcher.prefix, scarcity, node.limits)
+    assert node.pool.free_pages == 2 and not scarcity.evict(3)
+    scarcity.join(node.batcher)
+    assert scarcity.evict(3)
 
 
 def test_a_model_that_left_is_not_asked() -> None:

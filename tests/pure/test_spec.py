@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from janus_server.errors import BadModel
-from janus_server.kernels.table import DType
+from janus_server.kernels.table import Band, DType, Form
 from janus_server.model.rope import RopeKind, RopeSpec, inv_freq, rotary_tables
 from janus_server.model.spec import Family, from_gguf, from_hf, rope_tables
-from janus_server.model.weights import SlotKind, layout, layout_hash
+from janus_server.model.weights import SlotKind, form_names, layout, layout_hash
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
@@ -270,7 +270,7 @@ def test_freq_factors_divide() -> None:
 
 
 def test_layout_places_every_slot_once() -> None:
-    placed = layout(hf(), lambda n, k, dtype: -(-n * k * dtype.bytes // 64) * 64)
+    placed = layout(hf(), lambda n, k, form: -(-n * form.row_bytes(k) // 64) * 64)
     end = 0
     for slot in placed.entries:
         assert slot.offset % 64 == 0 and 0 <= slot.offset - end < 64
@@ -287,7 +287,7 @@ def test_layout_places_every_slot_once() -> None:
 
 def test_layout_hash_follows_the_spec() -> None:
     def digest(**changes: Any) -> str:
-        return layout_hash(layout(hf(**changes), lambda n, k, dtype: n * k * dtype.bytes), "plain")
+        return layout_hash(layout(hf(**changes), lambda n, k, form: n * form.row_bytes(k)), "plain")
 
     changes: list[dict[str, Any]] = [
         {},
@@ -298,3 +298,40 @@ def test_layout_hash_follows_the_spec() -> None:
     ]
     assert digest() == digest(rope_theta=5e5)
     assert len({digest(**change) for change in changes}) == len(changes)
+
+
+def form_bytes(n: int, k: int, form: Form) -> int:
+    return -(-n * form.row_bytes(k) // 64) * 64
+
+
+def test_parts_of_one_form_share_a_band() -> None:
+    forms = {
+        "layers.0.qkv": (Form.Q8_0, Form.Q8_0, Form.Q4_1),
+        "layers.1.qkv": (Form.Q4_1, Form.BF16, Form.Q4_1),
+        "layers.2.gate_up": (Form.Q4_1, Form.Q4_1),
+    }
+    placed = layout(hf(), form_bytes, forms)
+    by_name = {slot.name: slot for slot in placed.entries}
+    assert by_name["layers.0.qkv"].bands == (Band(Form.Q8_0, 96), Band(Form.Q4_1, 32))
+    assert by_name["layers.0.qkv"].nbytes == form_bytes(96, 64, Form.Q8_0) + form_bytes(32, 64, Form.Q4_1)
+    assert [band.rows for band in by_name["layers.1.qkv"].bands] == [64, 32, 32]
+    assert by_name["layers.2.gate_up"].bands == (Band(Form.Q4_1, 344),)
+    assert by_name["layers.2.qkv"].bands == (Band(Form.F32, 128),) and by_name["final_norm"].bands == ()
+    assert form_names(placed) == "float32 + q4_1 + q8_0 + bfloat16"
+    assert form_names(layout(hf(torch_dtype="bfloat16"), form_bytes)) == "bfloat16"
+
+
+def test_layout_hash_covers_every_band() -> None:
+    """Also where nothing else tells: the same sizes, the same total, forms of two slots exchanged."""
+
+    def digest(forms: dict[str, tuple[Form, ...]]) -> str:
+        return layout_hash(layout(hf(), lambda n, k, form: n * k, forms), "plain")
+
+    one, other = (Form.Q4_1,) * 3, (Form.Q8_0,) * 3
+    found = {
+        digest({}), digest({"layers.0.qkv": one, "layers.1.qkv": other}), digest({"layers.0.qkv": one}),
+        digest({"layers.0.qkv": other, "layers.1.qkv": one}),
+        digest({"layers.0.qkv": (Form.Q4_1, Form.Q4_1, Form.Q8_0)}),
+    }  # fmt: skip
+    assert len(found) == 5
+    assert digest({"layers.0.qkv": (Form.F32,) * 3}) == digest({})

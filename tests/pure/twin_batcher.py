@@ -36,9 +36,9 @@ def chain_of(tokens: Sequence[int]) -> int:
     return value
 
 
-def draw(context: int, seed: int, banned: Sequence[int]) -> int:
-    """The fake model: the next token as a function of everything before it, the choice's seed and what is banned."""
-    value = chain(context, seed + VOCABULARY)
+def draw(context: int, seed: int, choice: int, banned: Sequence[int]) -> int:
+    """The fake model: the next token as a function of everything before it, seed, choice and what is banned."""
+    value = chain(chain(context, seed + VOCABULARY), choice)
     allowed = [token for token in range(VOCABULARY) if token not in banned]
     return allowed[value % len(allowed)]
 
@@ -49,7 +49,7 @@ def generate(request: Request, index: int, context_tokens: int) -> tuple[list[in
     context = chain_of(request.prompt)
     while True:
         banned = request.stop_ids if len(output) < request.min_tokens else ()
-        token = draw(context, request.sampling.seed + index, banned)
+        token = draw(context, request.sampling.seed, index, banned)
         output.append(token)
         context = chain(context, token)
         if token in request.stop_ids:
@@ -67,10 +67,9 @@ class Memory:
 
     def copy(self, copy: PageCopy) -> None:
         source = self._slots.get(copy.source, {})
-        filled = all(slot in source for slot in range(copy.tokens))
-        if not (filled and 0 < copy.tokens < self.page_tokens and copy.source != copy.target):
+        if not source or copy.source == copy.target:
             raise AssertionError(f"a copy of what is not there: {copy}")
-        self._slots[copy.target] = {slot: source[slot] for slot in range(copy.tokens)}
+        self._slots[copy.target] = dict(source)
 
     def write(self, chunk: Chunk) -> int:
         """Compute a chunk's positions in order, each from the one before it as memory has it; the last one's chain."""
@@ -95,7 +94,7 @@ class Memory:
             self.copy(copy)
         contexts = [self.write(chunk) for chunk in batch.chunks]
         return [
-            Sampled(draw(context, chunk.sample.sampling.seed, chunk.sample.banned))
+            Sampled(draw(context, chunk.sample.sampling.seed, chunk.sample.choice, chunk.sample.banned))
             for chunk, context in zip(batch.chunks, contexts, strict=True)
             if chunk.sample is not None
         ]
@@ -125,6 +124,8 @@ class Node:
         self.limits = BatcherLimits(**{"context_tokens": 1000, "capacity_pages": pages, **limits})
         kvs = [KvPages(self.pool, f"m{model}", page_tokens) for model in range(models)]
         self.batchers = [Batcher(kv, PrefixCache(kv, b"s"), scarcity, self.limits) for kv in kvs]
+        for batcher in self.batchers:
+            scarcity.join(batcher)
         self.batcher = self.batchers[0]
         self.emits: list[Emit] = []
 

@@ -1,0 +1,197 @@
+"""From a client's bytes to a body with every field in range: the first half of the edge.
+
+Pure: no clock, no randomness, no tokenizer. `http` calls `parse_*` and encodes what `prompts_of` and `messages_of`
+give; what depends on the model is checked by `plan`. Every refusal names its field in `param`, says what is allowed,
+and quotes nothing of the client's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from janus_server.api import bodies
+from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server.errors import Refused
+
+# Names are looked for only in bodies up to this size: a body of nothing but names would cost 25 times its bytes.
+SEARCHED_BYTES = 1 << 18
+
+Body = TypeVar("Body", bound=CommonBody)
+
+
+def parse_chat(raw: bytes, limits: Limits) -> ChatBody:
+    """The body of /v1/chat/completions, its fields in range; what depends on the model is checked by `plan_chat`."""
+    body = _decode(raw, ChatBody)
+    _check_common(body, limits, bodies.UNSUPPORTED_CHAT)
+    need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
+    if body.tools and body.tool_choice != "none":
+        raise _not_yet("tools")
+    need(body.add_special_tokens is not True, "add_special_tokens", "false in chat: the template writes them")
+    if body.top_logprobs:
+        need(body.logprobs is True, "top_logprobs", "left out unless logprobs is true")
+        need(body.top_logprobs <= limits.logprobs, "top_logprobs", f"from 0 to {limits.logprobs}")
+    return body
+
+
+def parse_completion(raw: bytes, limits: Limits) -> CompletionBody:
+    """The body of /v1/completions, its fields in range; what depends on the model is checked by `plan_completion`."""
+    body = _decode(raw, CompletionBody)
+    _check_common(body, limits, bodies.UNSUPPORTED_COMPLETION)
+    need(body.best_of is None or body.best_of == (body.n or 1), "best_of", "equal to n")
+    if body.logprobs is not None:
+        need(body.logprobs <= limits.logprobs, "logprobs", f"from 0 to {limits.logprobs}")
+        if body.echo:
+            raise _not_yet("echo", "together with logprobs")
+    prompts = len(prompts_of(body))
+    need(prompts <= limits.prompts, "prompt", f"at most {limits.prompts} prompts in one call")
+    need(
+        prompts * (body.n or 1) <= limits.choices, "n", f"at most {limits.choices} choices over all prompts of one call"
+    )
+    return body
+
+
+def prompts_of(body: CompletionBody) -> tuple[str | list[int], ...]:
+    """The prompts of a completion call, each a text or a list of ids; a mixture is refused."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return ([item for item in prompt if isinstance(item, int)],)
+    need(len(kinds) == 1, "prompt", bodies.ALLOWED["prompt"])
+    return tuple(item for item in prompt if not isinstance(item, int))
+
+
+def messages_of(body: ChatBody) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them. OpenAI's "developer" is what templates call "system"."""
+    messages = []
+    for message in body.messages:
+        fields: dict[str, Any] = msgspec.to_builtins(message)
+        fields.setdefault("content", None)
+        if message.role == "developer":
+            fields["role"] = "system"
+        messages.append(fields)
+    return messages
+
+
+def content_chars(message: Mapping[str, Any]) -> int:
+    """Characters of a message's text, parts included."""
+    content = message["content"]
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text") or "") for part in content or ())
+
+
+def ignored_fields(raw: bytes, shape: type[CommonBody]) -> tuple[str, ...]:
+    """Names in a body that parsed as `shape` which nothing here reads, in their order."""
+    if len(raw) > SEARCHED_BYTES:
+        return ()
+    names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return tuple(name for name in names if name not in shape.__struct_fields__)
+
+
+# Decoding
+
+
+def _decode(raw: bytes, shape: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(raw, type=shape)
+    except msgspec.ValidationError as error:
+        _refuse_field(str(error))
+    except msgspec.DecodeError as error:
+        _refuse_json(raw, str(error))
+    except RecursionError:
+        raise Refused("the body is nested too deeply", code="invalid_json") from None
+
+
+def _refuse_field(text: str) -> NoReturn:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.a[0]`" into a refusal that says what is allowed there."""
+    missing = re.search(r"missing required field `([^`]+)`", text)
+    found = re.search(r"`\$\.?([^`]*)`$", text)
+    path = found.group(1).replace("[...]", "") if found else ""
+    if missing:
+        path = f"{path}.{missing.group(1)}" if path else missing.group(1)
+    if not path:
+        raise Refused("the body must be a JSON object", code="invalid_json")
+    general = re.sub(r"\[\d+\]", "[]", path)
+    while general and general not in bodies.ALLOWED:
+        general = general[:-2] if general.endswith("[]") else general.rpartition(".")[0]
+    allowed = bodies.ALLOWED.get(general, "of another type")
+    # An element of a list is described by its list when it has no words of its own.
+    shown = path if general == re.sub(r"\[\d+\]", "[]", path) else re.split(r"[.\[]", path)[0]
+    verb = "is required and must be" if missing else "must be"
+    raise Refused(f"{shown} {verb} {allowed}", param=path, code="missing_field" if missing else "invalid_value")
+
+
+def _refuse_json(raw: bytes, text: str) -> NoReturn:
+    if b"NaN" in raw or b"Infinity" in raw:
+        path = _not_finite(raw)
+        if path is not None:
+            raise Refused(
+                f"{path} must be a finite number; NaN and Infinity are not JSON", param=path, code="invalid_value"
+            )
+    where = text.removeprefix("JSON is malformed: ")
+    raise Refused(f"the body is not valid JSON: {where[:1].lower()}{where[1:]}", code="invalid_json")
+
+
+def _not_finite(raw: bytes) -> str | None:
+    """The path of the first bare NaN or Infinity, or None when the body is broken in another way too (or is huge)."""
+    if len(raw) > 1024 * 1024:
+        return None
+    marker = object()
+    try:
+        tree = json.loads(raw, parse_constant=lambda _: marker)
+    except (ValueError, RecursionError):
+        return None
+    pending: list[tuple[str, Any]] = [("", tree)]
+    while pending:
+        path, value = pending.pop()
+        if value is marker:
+            return path
+        if isinstance(value, dict):
+            pending.extend((f"{path}.{key}" if path else key, item) for key, item in reversed(value.items()))
+        elif isinstance(value, list):
+            pending.extend((f"{path}[{i}]", item) for i, item in reversed(list(enumerate(value))))
+    return None
+
+
+# Checks
+
+
+def need(condition: bool, param: str, allowed: str) -> None:
+    """Refuse `param` unless the condition holds: it must be what `allowed` says."""
+    if not condition:
+        raise Refused(f"{param} must be {allowed}", param=param, code="invalid_value")
+
+
+def _not_yet(param: str, how: str = "") -> Refused:
+    text = f"{param} {how} is not supported yet" if how else f"{param} is not supported yet"
+    return Refused(text, param=param, code="unsupported_parameter")
+
+
+def _check_common(body: CommonBody, limits: Limits, unsupported: Sequence[str]) -> None:
+    for name in unsupported:
+        value = getattr(body, name)
+        # 0 is a request for some of these (prompt_logprobs); false, null and empty are how clients say "no".
+        if not (value is None or value is False or value == "" or value == [] or value == {}):
+            raise _not_yet(name)
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise _not_yet("response_format", "other than {\"type\": \"text\"}")  # fmt: skip
+    need(body.n is None or body.n <= limits.n, "n", f"from 1 to {limits.n}")
+    stops = stops_of(body)
+    need(len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings")
+    need(all(0 < len(s) <= limits.stop_chars for s in stops), "stop", f"strings of 1 to {limits.stop_chars} characters")
+    need(len(body.stop_token_ids or ()) <= limits.stop_ids, "stop_token_ids", f"at most {limits.stop_ids} ids")
+    need(len(body.logit_bias or ()) <= limits.logit_bias, "logit_bias", f"at most {limits.logit_bias} entries")
+
+
+def stops_of(body: CommonBody) -> tuple[str, ...]:
+    """The stop strings, however they were given."""
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)

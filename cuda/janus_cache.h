@@ -67,13 +67,6 @@ static inline void write_key(const Cache& c, const float* from, int64_t slot, ch
     for (int64_t i = 0; i < words; i++) memcpy(to + i * step, row + i * 4, 4);
 }
 
-// Asks for the lines that write_key will write. Early: then the work before it covers a part of the wait.
-static inline void expect_key(const Cache& c, int64_t slot, const char* keys) {
-    const char* to = keys + c.key_offset(slot);
-    const int64_t step = c.key_step(slot), words = c.words();
-    for (int64_t i = 0; i < words; i++) __builtin_prefetch(to + i * step, 1);
-}
-
 static inline void write_value(const Cache& c, const float* from, int64_t slot, char* values) {
     round_row(c, from, values + slot * c.row_bytes());
 }

@@ -135,7 +135,6 @@ bool rope_and_cache(Pool& pool, const Op& op, const Step& step) {
         const int64_t position = step.positions[r], slot = position % c.page_tokens;
         const int64_t page = step.page_table[step.row_sequence[r] * step.table_width + position / c.page_tokens];
         const float *co = (const float*)op.at[3] + position * half, *si = (const float*)op.at[4] + position * half;
-        for (int64_t h = 0; h < c.kv_heads; h++) expect_key(c, slot, c.keys(page, h));
         float turned[MAX_HEAD_DIM];
         const float eps = (float)op.real;
         for (int64_t h = 0; h < heads; h++) turn_head(row + h * d, q_norm, eps, co, si, d, q + (r * heads + h) * d);

@@ -22,7 +22,7 @@ from janus_server.types import Owner, PageKind
 class KvLayout(msgspec.Struct, frozen=True):
     """How one page holds `page_tokens` positions of all layers: layer l starts at l·layer_bytes.
 
-    Within a layer: keys then values, each [kv_heads, page_tokens, head_dim], row-major.
+    Within a layer: keys then values; the order inside is the kernel table's own.
     """
 
     page_tokens: int

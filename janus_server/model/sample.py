@@ -64,13 +64,13 @@ def logprob_of(raw: np.ndarray, token: int, top: int) -> TokenLogprob:
 
 
 def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
-    """A copy with bias, then penalties, then bans applied; every token that is not banned stays finite.
+    """A copy with bias, then penalties, then bans applied; one token at least that is not banned stays finite.
 
     vLLM documents that order: a repetition penalty scales what the bias left. OpenAI's own two penalties only add, as
     the bias does, so for them the order does not show.
     """
     s = spec.sampling
-    logits = np.clip(raw, -_LARGEST, _LARGEST, dtype=np.float32)
+    logits = raw.astype(np.float32, copy=True)
     for token, bias in s.logit_bias:
         logits[token] += bias
     if s.needs_history:
@@ -78,12 +78,17 @@ def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
         if s.repetition_penalty != 1.0:
             known = logits[seen]
             with np.errstate(over="ignore"):
-                logits[seen] = np.where(known > 0, known / s.repetition_penalty, known * s.repetition_penalty)
+                known = np.where(known > 0, known / s.repetition_penalty, known * s.repetition_penalty)
+            logits[seen] = np.clip(known, -_LARGEST, _LARGEST)
         if spec.output:
             ids, counts = np.unique(np.asarray(spec.output, dtype=np.int64), return_counts=True)
             logits[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
-        np.clip(logits, -_LARGEST, _LARGEST, out=logits)
-    logits[list(spec.banned)] = -np.inf
+    if spec.banned:
+        banned = list(spec.banned)
+        logits[banned] = -np.inf
+        if np.isneginf(logits.max()):  # the model had nothing else in mind: whatever is allowed is as good as any
+            logits[:] = 0.0
+            logits[banned] = -np.inf
     return logits
 
 

@@ -253,7 +253,7 @@ def test_shutdown_timeout_ends_the_rest_with_an_error_event(slow_model: Path) ->
         server.process.send_signal(signal.SIGTERM)
         lines = [line for line in reply.read().decode().splitlines() if line]
         assert lines[-1] == "data: [DONE]"
-        assert '"error"' in lines[-2]
+        assert '"error"' in lines[-2] and '"shutting_down"' in lines[-2]
         assert server.process.wait(30) == 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import importlib.resources
 import os
 import platform
 import shutil
@@ -67,14 +66,9 @@ def ensure(cache: Path, target: str = NATIVE, compilers: tuple[str, ...] = COMPI
 
 
 def source_dir() -> Path | None:
-    """The folder with the C++ sources: the package `janus_server.cuda`, or `cuda/` beside the package in a checkout."""
-    try:
-        packaged = importlib.resources.files("janus_server.cuda")
-        candidates = [Path(str(packaged))]
-    except ModuleNotFoundError:
-        candidates = []
-    candidates.append(Path(__file__).resolve().parents[2] / "cuda")
-    return next((c for c in candidates if (c / SOURCES[0]).is_file()), None)
+    """The folder with the C++ sources: inside the package once installed, beside it in a checkout."""
+    here = Path(__file__).resolve()
+    return next((c for c in (here.parents[1] / "cuda", here.parents[2] / "cuda") if (c / SOURCES[0]).is_file()), None)
 
 
 def _compile(compiler: str, source: Path, target: str, library: Path) -> Built:

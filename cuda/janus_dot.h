@@ -47,18 +47,17 @@ struct Target {
     }
 };
 
-template <int R>
-static JANUS_ALWAYS inline void finish(const vf (&acc)[R][2], const Target& to) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+// Row r of a strip of V vectors.
+template <int V>
+static JANUS_ALWAYS inline void finish(const vf (&acc)[V], int r, const Target& to) {
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            float* out = to.out + r * to.stride + h * W;
-            vf sum = acc[r][h];
-            if (to.bias) sum += load(to.bias + h * W);
-            if (to.add) sum = load(out) + sum;
-            store(out, sum);
-        }
+    for (int v = 0; v < V; v++) {
+        float* out = to.out + r * to.stride + v * W;
+        vf sum = acc[v];
+        if (to.bias) sum += load(to.bias + v * W);
+        if (to.add) sum = load(out) + sum;
+        store(out, sum);
+    }
 }
 
 // R rows times S strips. act is [k][R]; strip s starts at w + strip_offset(s) and writes columns s * STRIP ….
@@ -114,14 +113,17 @@ static void dot_strips(const float* act, const char* w, int64_t panel, int64_t k
             multiply(act + 2 * steps * R, s, (vf)(load_bits(p) << 16), (vf)(load_bits(p + W * 4) << 16));
         }
 #pragma GCC unroll 8
-    for (int s = 0; s < S; s++) finish<R>(acc[s], to.at(s * STRIP));
+    for (int s = 0; s < S; s++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) finish(acc[s][r], r, to.at(s * STRIP));
 }
 
-// Calls dot(to) where all columns exist; at a ragged end dot writes whole vectors to a corner, and what exists goes out.
+// Calls dot(to) where all columns of strips of that width exist; at a ragged end dot writes a whole strip to a corner, and
+// what exists goes out.
 template <class Dot>
-static inline void whole_strips(int rows, int64_t columns, const Target& to, const Dot& dot) {
-    if (columns % STRIP == 0) return dot(to);
-    float corner[RMAX * STRIP], bias[STRIP] = {};
+static inline void whole_strips(int rows, int64_t columns, int width, const Target& to, const Dot& dot) {
+    if (columns % width == 0) return dot(to);
+    float corner[16 * STRIP], bias[STRIP] = {};
     if (to.bias) memcpy(bias, to.bias, columns * 4);
     dot(Target{corner, STRIP, to.bias ? bias : nullptr, false, 0, 0, to.from});
     for (int r = 0; r < rows; r++)
@@ -168,7 +170,8 @@ static inline void dot_rows(int rows, const float* act, const Panels& m, int64_t
         int take = wide;
         while (take > 1 && (s + take > last || column % PANEL || left < take * STRIP)) take /= 2;
         const DotStrips dot = dot_kernel(rows, take, m.bf16);
-        whole_strips(rows, std::min<int64_t>(left, take * STRIP), at, [&](const Target& t) { dot(act, w, panel, m.k, t); });
+        const int64_t columns = std::min<int64_t>(left, take * STRIP);
+        whole_strips(rows, columns, STRIP, at, [&](const Target& t) { dot(act, w, panel, m.k, t); });
         s += take;
     }
 }

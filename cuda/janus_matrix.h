@@ -33,54 +33,88 @@ static inline int64_t panel_bytes(int64_t k, int64_t form) {
     return bytes;
 }
 
-// Up to here rows take quantised weights straight from their blocks, which costs each row block the unpacking.
+// Up to here rows take quantised weights straight from their blocks: registers hold all their sums at once.
+#if defined(__AVX512F__)
+constexpr int QROWS = 16;
+#else
 constexpr int QROWS = 4;
+#endif
 // Inputs that are expanded at a time: with a row block's activations the first-level cache holds them.
 constexpr int64_t STRETCH = 256;
 
-// R rows times the strips first … first+strips-1 of a quantised band, straight from the blocks. act is [k][R].
+// A few rows: one row block, [k][n0], or two. Kernels for more rows than there are read on, into what follows, and drop
+// what comes of it.
+struct Few {
+    const float *act0, *act1;
+    int n0, n1;
+    int total() const { return n0 + n1; }
+};
+
+// How R rows take quantised weights: strips of so many vectors of outputs, so many strips in turns, so many rows of the
+// first row block.
+template <int R>
+struct Shape {
+    static constexpr int VECTORS = R <= 8 ? 2 : 1, STRIPS = R <= 4 ? 4 : 1, FIRST = R <= RMAX ? R : R / 2;
+};
+
+// Up to R rows times `strips` strips, from a column of a quantised band on, straight from the blocks.
 template <int R, class F>
-static void dot_blocks(const float* act, const Band& m, int64_t first, int strips, const Target& to) {
-    constexpr int MOST = strips_for(1);
-    vf sums[MOST][R][2] = {};
-    const int64_t panel = m.k / F::BLOCK * F::PACKED;
+static void dot_blocks(const Few& rows, const Band& m, int64_t column, int strips, const Target& to) {
+    constexpr int V = Shape<R>::VECTORS, MOST = Shape<R>::STRIPS, FIRST = Shape<R>::FIRST, WIDE = V * W;
+    const int64_t panel = m.k / F::BLOCK * F::PACKED, n0 = rows.n0, n1 = rows.n1;
+    vf sums[MOST][R][V] = {};
     // At a panel's end comes not its neighbour, which another strip has at hand, but the one that follows all of them.
-    const int64_t next = BLOCKS_AHEAD + std::max<int64_t>(strips * STRIP / PANEL - 1, 0) * panel;
+    const int64_t next = BLOCKS_AHEAD + std::max<int64_t>(strips * WIDE / PANEL - 1, 0) * panel;
     const int64_t late = (panel - BLOCKS_AHEAD) / F::PACKED;
     for (int64_t b = 0; b < m.k / F::BLOCK; b++)
-        for (int s = 0; s < strips; s++) {
-            const int64_t column = (first + s) * STRIP;
-            vf acc[R][2];
+        for (int s = 0; s < (MOST == 1 ? 1 : strips); s++) {
+            const int64_t at = column + s * WIDE;
+            const char* block = m.data + at / PANEL * panel + b * F::PACKED;
+            const float *a0 = rows.act0 + b * F::BLOCK * n0, *a1 = rows.act1 + b * F::BLOCK * n1;
+            vf acc[R][V];
             memcpy(acc, sums[s], sizeof acc);
-            const char* block = m.data + column / PANEL * panel + b * F::PACKED;
-            F::walk(block, column % PANEL, b < late ? BLOCKS_AHEAD : next, [&](int64_t i, vf w0, vf w1) JANUS_ALWAYS {
-                const float* a = act + (b * F::BLOCK + i) * R;
-#pragma GCC unroll 4
+            F::template walk<V>(block, at % PANEL, b < late ? BLOCKS_AHEAD : next, [&](int64_t k, const vf* w) JANUS_ALWAYS {
+#pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    const vf x = splat(a[r]);
-                    acc[r][0] = fma(x, w0, acc[r][0]);
-                    acc[r][1] = fma(x, w1, acc[r][1]);
+                    const vf x = splat(r < FIRST ? a0[k * n0 + r] : a1[k * n1 + r - FIRST]);
+#pragma GCC unroll 2
+                    for (int v = 0; v < V; v++) acc[r][v] = fma(x, w[v], acc[r][v]);
                 }
             });
             memcpy(sums[s], acc, sizeof acc);
         }
     for (int s = 0; s < strips; s++) {
-        const int64_t column = (first + s) * STRIP;
-        whole_strips(R, std::min<int64_t>(STRIP, m.n - column), to.at(column), [&](const Target& t) { finish<R>(sums[s], t); });
+        const int64_t at = column + s * WIDE, left = std::min<int64_t>(WIDE, m.n - at);
+        if (left <= 0) break;
+        whole_strips(rows.total(), left, WIDE, to.at(at), [&](const Target& t) {
+            for (int r = 0; r < rows.n0; r++) finish(sums[s][r], r, t);
+            for (int r = 0; r < rows.n1; r++) finish(sums[s][FIRST + r], rows.n0 + r, t);
+        });
     }
 }
 
+template <int R, class F>
+static void dot_columns(const Few& rows, const Band& m, int64_t column, int64_t end, const Target& to) {
+    constexpr int64_t WIDE = Shape<R>::VECTORS * W, MOST = Shape<R>::STRIPS;
+    for (; column < end; column += WIDE * MOST)
+        dot_blocks<R, F>(rows, m, column, (int)std::min(MOST, (end - column) / WIDE), to);
+}
+
+// A few rows times the outputs from column to end-1 of a quantised band.
 template <class F>
-static void dot_blocks(int rows, const float* act, const Band& m, int64_t first, int64_t last, const Target& to) {
-    for (int64_t s = first; s < last; s += strips_for(1)) {
-        const int take = (int)std::min<int64_t>(strips_for(1), last - s);
-        switch (rows) {
-            case 1: dot_blocks<1, F>(act, m, s, take, to); break;
-            case 2: dot_blocks<2, F>(act, m, s, take, to); break;
-            case 3: dot_blocks<3, F>(act, m, s, take, to); break;
-            case 4: dot_blocks<4, F>(act, m, s, take, to); break;
-        }
+static void dot_columns(const Few& rows, const Band& m, int64_t column, int64_t end, const Target& to) {
+    switch (rows.total()) {
+        case 1: return dot_columns<1, F>(rows, m, column, end, to);
+        case 2: return dot_columns<2, F>(rows, m, column, end, to);
+        case 3: return dot_columns<3, F>(rows, m, column, end, to);
+        case 4: return dot_columns<4, F>(rows, m, column, end, to);
     }
+#if defined(__AVX512F__)
+    if (rows.total() <= 6) return dot_columns<6, F>(rows, m, column, end, to);
+    if (rows.total() <= 8) return dot_columns<8, F>(rows, m, column, end, to);
+    if (rows.total() <= 12) return dot_columns<12, F>(rows, m, column, end, to);
+    dot_columns<16, F>(rows, m, column, end, to);
+#endif
 }
 
 // N rows as micro-kernels want them: block b's activations are [k][rows of b].
@@ -91,15 +125,16 @@ struct Rows {
 
     const float* of(int64_t b, int64_t k) const { return packed + blocks.start(b) * k; }
     int64_t count() const { return last - first; }
+    int64_t total() const { return blocks.start(last) - blocks.start(first); }
 };
 
 // The strips of one panel of a quantised band, expanded a stretch of inputs at a time for all row blocks.
 template <class F>
 static void dot_expanded(const Rows& rows, const Band& m, int64_t column, const Target& to, Scratch& scratch) {
     constexpr int64_t STEPS = STRETCH / F::BLOCK;
-    const int64_t base = rows.blocks.start(rows.first), total = rows.blocks.start(rows.last) - base;
+    const int64_t base = rows.blocks.start(rows.first);
     const int64_t panel = m.k / F::BLOCK * F::PACKED, n = std::min<int64_t>(PANEL, m.n - column);
-    float* wide = (float*)scratch.reserve((STRETCH + total) * PANEL * 4);
+    float* wide = (float*)scratch.reserve((STRETCH + rows.total()) * PANEL * 4);
     float* sums = wide + STRETCH * PANEL;
     const char* from = m.data + column / PANEL * panel;
     for (int64_t b0 = 0, blocks = m.k / F::BLOCK; b0 < blocks; b0 += STEPS) {
@@ -124,10 +159,13 @@ static void dot_expanded(const Rows& rows, const Band& m, int64_t column, const 
 // All rows of a pass times the strips first … last-1 of a band; its column 0 is at to.out. to's ahead is filled in here.
 static void dot_band(const Rows& rows, const Band& m, int64_t first, int64_t last, const Target& to, Scratch& scratch) {
     const int most = rows.blocks.rows(rows.first);
-    const bool direct = rows.count() == 1 && most <= QROWS;
+    const int64_t total = rows.total();
+    const bool direct = total <= QROWS && rows.count() == (total > RMAX ? 2 : 1);
+    const int64_t second = std::min(rows.first + 1, rows.last - 1);
+    const Few few{rows.of(rows.first, m.k), rows.of(second, m.k), most, (int)total - most};
     const bool quantised = with_quant(m.form, [&](auto form) {
         using F = decltype(form);
-        if (direct) return dot_blocks<F>(most, rows.of(rows.first, m.k), m, first, last, to);
+        if (direct) return dot_columns<F>(few, m, first * STRIP, last * STRIP, to);
         for (int64_t s = first; s < last;) {
             const int64_t column = s * STRIP / PANEL * PANEL;
             dot_expanded<F>(rows, m, column, to, scratch);
@@ -151,7 +189,7 @@ static void linear(Pool& pool, const float* act, int64_t rows, const Matrix& m, 
     const RowBlocks blocks(rows);
     const float* packed = act;
     if (rows > 1) {
-        float* to = (float*)pool.shared.reserve(rows * m.k * 4);
+        float* to = (float*)pool.shared.reserve(rows * m.k * 4 + 64);  // a kernel may read some floats on, see Few
         auto pack = [&](int64_t b, int) {
             pack_rows(act + blocks.start(b) * m.k, m.k, blocks.rows(b), m.k, to + blocks.start(b) * m.k);
         };

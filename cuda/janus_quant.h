@@ -83,36 +83,47 @@ static JANUS_ALWAYS inline vf load_nibbles(const char* p) {
 #endif
 }
 
-// What integers of one group are multiplied by, for the STRIP outputs of a walk.
+// What integers of one group are multiplied by, and what is added, for the V vectors of outputs of a walk.
+template <int V>
 struct Scales {
-    vf s0, s1, o0, o1;
+    vf s[V], o[V];
 };
 
-// Rows of 32 words, four inputs a word; sink(k, w0, w1) gets the strip's weights for inputs k0 … in order.
-template <int SHIFT, class Sink>
-static JANUS_ALWAYS inline void walk_nibbles(const char* rows, int count, const Scales& c, int64_t ahead, int64_t k0,
+template <int SHIFT, int V, class Sink>
+static JANUS_ALWAYS inline void give_nibbles(const char* row, const Scales<V>& c, int64_t k, const Sink& sink) {
+    vf w[V];
+    for (int v = 0; v < V; v++) w[v] = fma(load_nibbles<SHIFT>(row + v * W * 4), c.s[v], c.o[v]);
+    sink(k, w);
+}
+
+// Rows of 32 words, four inputs a word; sink(k, w) gets V vectors of weights for each of the inputs k0 … in order.
+template <int SHIFT, int V, class Sink>
+static JANUS_ALWAYS inline void walk_nibbles(const char* rows, int count, const Scales<V>& c, int64_t ahead, int64_t k0,
                                              const Sink& sink) {
     for (int d = 0; d < count; d++) {
-        const char *p = rows + d * PANEL * 4, *q = p + W * 4;
+        const char* row = rows + d * PANEL * 4;
         const int64_t k = k0 + d * 4;
-        if (SHIFT == 0) ask(p + ahead, 2);
-        sink(k, fma(load_nibbles<SHIFT>(p), c.s0, c.o0), fma(load_nibbles<SHIFT>(q), c.s1, c.o1));
-        sink(k + 1, fma(load_nibbles<SHIFT + 8>(p), c.s0, c.o0), fma(load_nibbles<SHIFT + 8>(q), c.s1, c.o1));
-        sink(k + 2, fma(load_nibbles<SHIFT + 16>(p), c.s0, c.o0), fma(load_nibbles<SHIFT + 16>(q), c.s1, c.o1));
-        sink(k + 3, fma(load_nibbles<SHIFT + 24>(p), c.s0, c.o0), fma(load_nibbles<SHIFT + 24>(q), c.s1, c.o1));
+        if (SHIFT == 0) ask(row + ahead, V);
+        give_nibbles<SHIFT>(row, c, k, sink);
+        give_nibbles<SHIFT + 8>(row, c, k + 1, sink);
+        give_nibbles<SHIFT + 16>(row, c, k + 2, sink);
+        give_nibbles<SHIFT + 24>(row, c, k + 3, sink);
     }
 }
 
 // Rows of 32 bytes, one input a row.
-template <class Sink>
-static JANUS_ALWAYS inline void walk_bytes(const char* rows, int count, const Scales& c, int64_t ahead, int64_t k0,
+template <int V, class Sink>
+static JANUS_ALWAYS inline void walk_bytes(const char* rows, int count, const Scales<V>& c, int64_t ahead, int64_t k0,
                                            const Sink& sink) {
     for (int d = 0; d < count; d += 4) {
         const char* p = rows + d * PANEL;
         ask(p + ahead, 2);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            sink(k0 + d + j, load_bytes<int8_t>(p + j * PANEL) * c.s0, load_bytes<int8_t>(p + j * PANEL + W) * c.s1);
+        for (int j = 0; j < 4; j++) {
+            vf w[V];
+            for (int v = 0; v < V; v++) w[v] = load_bytes<int8_t>(p + j * PANEL + v * W) * c.s[v];
+            sink(k0 + d + j, w);
+        }
     }
 }
 
@@ -122,8 +133,8 @@ static inline void pack_bytes(const uint8_t* values, int64_t count, int lane, ch
 
 // Each form: inputs a block (BLOCK) and a group that shares a scale (GROUP), bytes of a stored row's block (STORED) and
 // of a panel's (PACKED); pack: 32 stored blocks, one an output, into a panel's, giving the scales that are not finite;
-// walk: the weights of a block for the STRIP outputs from `lane` on, asking for what lies `ahead` bytes on; scale, level:
-// one output's, for single rows.
+// walk: the weights of a block for V vectors of outputs from `lane` on, asking for what lies `ahead` bytes on; scale,
+// level: one output's, for single rows.
 
 // Packed: 32 half scales, 32 half offsets, 4 rows of words. Inputs 0 … 15 are the low nibbles, 16 … 31 the high ones.
 struct FormQ41 {
@@ -140,11 +151,12 @@ struct FormQ41 {
         for (int i = 0; i < PANEL; i += W) transpose_rows(words + i, 4, out + 128 + i * 4);
         return bad;
     }
-    template <class Sink>
+    template <int V, class Sink>
     static JANUS_ALWAYS inline void walk(const char* block, int lane, int64_t ahead, const Sink& sink) {
         const char *h = block + lane * 2, *rows = block + 128 + lane * 4;
         ask(block + ahead, 2);
-        const Scales c{load_halves(h), load_halves(h + W * 2), load_halves(h + 64), load_halves(h + 64 + W * 2)};
+        Scales<V> c;
+        for (int v = 0; v < V; v++) c.s[v] = load_halves(h + v * W * 2), c.o[v] = load_halves(h + 64 + v * W * 2);
         walk_nibbles<0>(rows, 4, c, ahead, 0, sink);
         walk_nibbles<4>(rows, 4, c, ahead, 16, sink);
     }
@@ -176,9 +188,10 @@ struct FormQ80 {
                     out[64 + (word * 4 + j) * PANEL + i] = turned[(word * PANEL + i) * 4 + j];
         return bad;
     }
-    template <class Sink>
+    template <int V, class Sink>
     static JANUS_ALWAYS inline void walk(const char* block, int lane, int64_t ahead, const Sink& sink) {
-        const Scales c{load_halves(block + lane * 2), load_halves(block + (lane + W) * 2), vf{}, vf{}};
+        Scales<V> c;
+        for (int v = 0; v < V; v++) c.s[v] = load_halves(block + (lane + v * W) * 2);
         ask(block + ahead, 1);
         walk_bytes(block + 64 + lane, 32, c, ahead, 0, sink);
     }
@@ -213,16 +226,20 @@ struct FormQ4K {
         for (int i = 0; i < PANEL; i += W) transpose_rows(words + i, 32, out + 640 + i * 4);
         return bad;
     }
-    template <class Sink>
+    template <int V, class Sink>
     static JANUS_ALWAYS inline void walk(const char* block, int lane, int64_t ahead, const Sink& sink) {
         const char* h = block + lane * 2;
-        const vf d0 = load_halves(h), d1 = load_halves(h + W * 2);
-        const vf m0 = -load_halves(h + 64), m1 = -load_halves(h + 64 + W * 2);
+        vf d[V], m[V];
+        for (int v = 0; v < V; v++) d[v] = load_halves(h + v * W * 2), m[v] = -load_halves(h + 64 + v * W * 2);
         ask(block + ahead, 10);
         auto scales = [&](int g) JANUS_ALWAYS {
             const char* b = block + 128 + g * 64 + lane;
-            return Scales{load_bytes<uint8_t>(b) * d0, load_bytes<uint8_t>(b + W) * d1, load_bytes<uint8_t>(b + 32) * m0,
-                          load_bytes<uint8_t>(b + 32 + W) * m1};
+            Scales<V> c;
+            for (int v = 0; v < V; v++) {
+                c.s[v] = load_bytes<uint8_t>(b + v * W) * d[v];
+                c.o[v] = load_bytes<uint8_t>(b + 32 + v * W) * m[v];
+            }
+            return c;
         };
         for (int g = 0; g < 8; g += 2) {
             const char* rows = block + 640 + g * 4 * PANEL * 4 + lane * 4;
@@ -263,13 +280,15 @@ struct FormQ6K {
         }
         return bad;
     }
-    template <class Sink>
+    template <int V, class Sink>
     static JANUS_ALWAYS inline void walk(const char* block, int lane, int64_t ahead, const Sink& sink) {
-        const vf d0 = load_halves(block + lane * 2), d1 = load_halves(block + (lane + W) * 2);
+        vf d[V];
+        for (int v = 0; v < V; v++) d[v] = load_halves(block + (lane + v * W) * 2);
         ask(block + ahead, 9);
         for (int g = 0; g < 16; g++) {
             const char* b = block + 64 + g * PANEL + lane;
-            const Scales c{load_bytes<int8_t>(b) * d0, load_bytes<int8_t>(b + W) * d1, vf{}, vf{}};
+            Scales<V> c;
+            for (int v = 0; v < V; v++) c.s[v] = load_bytes<int8_t>(b + v * W) * d[v];
             walk_bytes(block + 576 + g * 16 * PANEL + lane, 16, c, ahead, g * 16, sink);
         }
     }
@@ -298,9 +317,9 @@ static void expand(const char* panel, int64_t first, int64_t last, float* out) {
     for (int64_t b = first; b < last; b++)
         for (int lane = 0; lane < PANEL; lane += STRIP) {
             float* to = out + (b - first) * F::BLOCK * PANEL + lane;
-            F::walk(panel + b * F::PACKED, lane, BLOCKS_AHEAD, [&](int64_t i, vf w0, vf w1) JANUS_ALWAYS {
-                store(to + i * PANEL, w0);
-                store(to + i * PANEL + W, w1);
+            F::template walk<2>(panel + b * F::PACKED, lane, BLOCKS_AHEAD, [&](int64_t i, const vf* w) JANUS_ALWAYS {
+                store(to + i * PANEL, w[0]);
+                store(to + i * PANEL + W, w[1]);
             });
         }
 }

@@ -20,6 +20,29 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class GrammarKind(enum.Enum):
+    """In which language a grammar is written; JSON_OBJECT needs no source."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text of every choice of a request must follow. Compiled where the request runs."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class Pooling(enum.Enum):
+    """How the hidden states of a prompt become its embedding: their mean, or the last one."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn from logits. Defaults are the identity: pure sampling at temperature 1.
 
@@ -50,6 +73,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id is made by the server. stop_ids already contains the model's end tokens unless the client asked to ignore them;
     with min_tokens they are not drawn before that many tokens exist. Stop strings are matched where text is made.
+    prompt_logprobs k asks for the log probability of every prompt token but the first, and the k likeliest in its
+    place. With pooling nothing is generated: the request ends with the embedding of its prompt.
     """
 
     id: str
@@ -63,6 +88,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -84,7 +112,8 @@ class Emit(msgspec.Struct, frozen=True):
     """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop.
 
     A choice's first emit tells how many prompt tokens came from the cache and how long the request waited to start.
-    Only one choice of a request tells of cached tokens: the others start from what that one computed.
+    Only one choice of a request tells of cached tokens: the others start from what that one computed. prompt_logprobs
+    come with choice 0, in order, over as many emits as the prompt took steps; embedding [hidden] comes with the end.
     """
 
     request_id: str
@@ -94,6 +123,8 @@ class Emit(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     cached_tokens: int = 0
     queued_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -110,6 +141,8 @@ class Delta(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     cached_tokens: int = 0
     queued_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] | None = None
     message: str | None = None
 
 

@@ -20,6 +20,7 @@ from janus_server.tokens.detokenize import Detokenizer
 if TYPE_CHECKING:
     from janus_server.tokens.tokenizer import Tokenizer
 
+DONE = b"data: [DONE]\n\n"
 UNLIKELY = -9999.0  # what OpenAI writes for a probability too small to say
 
 
@@ -85,9 +86,15 @@ class StreamReply:
             index, b'"delta":{}', b"null", reason
         )
 
-    def usage_event(self) -> bytes:
-        """The last event before [DONE] when usage was asked for."""
-        return self._head + b'],"usage":' + _json(self._tally.usage()) + b"}\n\n"
+    def end(self) -> bytes:
+        """The last events: the usage when it was asked for, then [DONE]."""
+        if not self._call.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _json(self._tally.usage()) + b"}\n\n" + DONE
+
+    def error(self, refused: Refused) -> bytes:
+        """The events that end a stream which cannot go on; [DONE] follows for clients that know no errors."""
+        return b"data: " + _json(error_body(refused)) + b"\n\n" + DONE
 
     def _chat_delta(self, index: int, text: str) -> bytes:
         if self._opened[index]:
@@ -156,11 +163,6 @@ def error_body(refused: Refused) -> dict[str, Any]:
     """OpenAI's error object; all four keys, always."""
     error = {"message": refused.message, "type": refused.kind, "param": refused.param, "code": refused.code}
     return {"error": error}
-
-
-def error_event(refused: Refused) -> bytes:
-    """The event that ends a stream which cannot go on; [DONE] follows it."""
-    return b"data: " + _json(error_body(refused)) + b"\n\n"
 
 
 def failure(delta: types.Delta) -> Refused | None:

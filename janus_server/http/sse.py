@@ -1,27 +1,26 @@
-"""Server-sent events on one aiohttp response: headers, drain, keep-alive comments, the error event and [DONE].
+"""Server-sent events on one aiohttp response: headers, drain, keep-alive comments, and an end in any case.
 
-`app` writes through it; what an event says is `api.reply`'s business. The response starts with the first write, so
+`generate` writes through it; what an event says is `api`'s business. The response starts with the first write, so
 that a refusal before it can still be an HTTP status. A reader that leaves the socket full for too long is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 
-from janus_server.api.reply import error_event
 from janus_server.errors import Refused
 
-DONE = b"data: [DONE]\n\n"
 SMALL_BYTES = 16 * 1024
 PING = b": ping\n\n"  # a comment: clients skip it, proxies see traffic
 
 
 class SseWriter:
-    """Writes whole events. Once `started`, a byte is out and only an error event can report trouble."""
+    """Writes whole events. Once `started`, a byte is out and only an event can report trouble: `error` words it."""
 
-    def __init__(self, request: web.Request, stall_s: float) -> None:
+    def __init__(self, request: web.Request, stall_s: float, error: Callable[[Refused], bytes]) -> None:
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,6 +30,7 @@ class SseWriter:
         )
         self._request = request
         self._stall_s = stall_s
+        self._error = error
 
     @property
     def started(self) -> bool:
@@ -56,11 +56,11 @@ class SseWriter:
     async def ping(self) -> None:
         await self.send(PING)
 
-    async def done(self, events: bytes = b"") -> None:
-        """The last events, if any, then [DONE] and the end of the body."""
-        await self.send(events + DONE)
+    async def finish(self, events: bytes) -> None:
+        """The last events and the end of the body."""
+        await self.send(events)
         await self.response.write_eof()
 
     async def fail(self, refused: Refused) -> None:
-        """The error event, then [DONE]: clients that know errors raise, the others at least see the end."""
-        await self.done(error_event(refused))
+        """The error event: clients that know errors raise, the others at least see the end."""
+        await self.finish(self._error(refused))

@@ -18,7 +18,7 @@ from http_server import CHAT, HI, Server, is_error, served
 from janus_server import types
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
-from janus_server.http.app import LOGGED_NAMES
+from janus_server.http.service import LOGGED_NAMES
 
 
 @pytest_asyncio.fixture
@@ -90,7 +90,7 @@ async def test_ids_are_checked_wherever_they_come_from(server: Server) -> None:
 async def test_unknown_fields_are_counted_by_route_and_logged_once(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "janus_server.http.app")
+    caplog.set_level(logging.DEBUG, "janus_server.http.service")
     odd = {f"odd{i}": i for i in range(200)}
     for extra in ({"user": "u"}, {"user": "u", "bad name\n": 1}, odd, {}):
         status, _ = await server.post("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 1, **extra})

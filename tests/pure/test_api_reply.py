@@ -55,10 +55,9 @@ def plan_chat(**fields: Any) -> api.Call:
 def stream(call: api.Call, deltas: list[tuple[int, types.Delta]]) -> list[dict[str, Any]]:
     reply = api_reply.StreamReply(call, Bytes())
     raw = b"".join(reply.events(prompt, delta) for prompt, delta in deltas)
-    if call.include_usage:
-        raw += reply.usage_event()
-    events = raw.split(b"\n\n")
+    events = (raw + reply.end()).split(b"\n\n")
     assert events.pop() == b""
+    assert events.pop() == b"data: [DONE]"
     assert all(event.startswith(b"data: ") and b"\n" not in event for event in events)
     return [json.loads(event.removeprefix(b"data: ")) for event in events]
 

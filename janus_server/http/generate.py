@@ -1,0 +1,199 @@
+"""The generating routes: a body becomes a call, the call's news become an answer, whole or streamed.
+
+Every API that generates ends in `answer`: what differs is the `Style`, which says how the answer is written. A
+handler raises `Refused`; a client that leaves cancels the handler, and leaving the call cancels its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from aiohttp import web
+
+from janus_server import types
+from janus_server.api import parse, plan, reply
+from janus_server.api.bodies import ChatBody, CompletionBody
+from janus_server.errors import Refused
+from janus_server.http.edge import SSE
+from janus_server.http.service import Service
+from janus_server.http.sse import SseWriter
+from janus_server.metrics import CallWatch
+
+if TYPE_CHECKING:
+    from janus_server.instance import Call, ServedModel
+    from janus_server.tokens.tokenizer import Tokenizer
+
+
+class Whole(Protocol):
+    """Gathers the deltas of a call; `body` is the JSON answer once every choice has ended."""
+
+    def add(self, prompt: int, delta: types.Delta) -> None: ...
+
+    def body(self) -> bytes: ...
+
+
+class Stream(Protocol):
+    """Writes the deltas of a call as events: `end` closes a stream that went well, `error` one that did not."""
+
+    def events(self, prompt: int, delta: types.Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, refused: Refused) -> bytes: ...
+
+
+class Style(msgspec.Struct, frozen=True):
+    """How one API writes its answers."""
+
+    whole: Callable[[plan.Call, Tokenizer], Whole]
+    stream: Callable[[plan.Call, Tokenizer], Stream]
+
+
+OPENAI = Style(reply.WholeReply, reply.StreamReply)
+
+
+class Generate:
+    """The handlers of chat and completions, and the one way that calls are answered."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = time.monotonic()
+        raw = await self._service.read(request)
+        body = parse.parse_chat(raw, self._service.limits)
+        self._service.count_ignored(request, parse.ignored_fields(raw, ChatBody))
+        model = self._service.serving(body.model)
+        call = await self.plan_chat(model, body, "chatcmpl-")
+        return await self.answer(request, model, call, arrived_s, OPENAI)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        arrived_s = time.monotonic()
+        raw = await self._service.read(request)
+        body = parse.parse_completion(raw, self._service.limits)
+        self._service.count_ignored(request, parse.ignored_fields(raw, CompletionBody))
+        model = self._service.serving(body.model)
+        prompts = await self._encode_prompts(model, body)
+        call = plan.plan_completion(body, prompts, model.target, self._service.limits, label("cmpl-"))
+        if body.echo:
+            call = msgspec.structs.replace(call, echo=await self._echo(model, body, call))
+        return await self.answer(request, model, call, arrived_s, OPENAI)
+
+    async def plan_chat(self, model: ServedModel, body: ChatBody, id_prefix: str) -> plan.Call:
+        """The call that answers a chat body; every API that speaks in messages comes through here."""
+        prompt = await self._encode_chat(model, body)
+        return plan.plan_chat(body, prompt, model.target, self._service.limits, label(id_prefix))
+
+    async def answer(
+        self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float, style: Style
+    ) -> web.StreamResponse:
+        """Run the call and write its answer."""
+        metrics = self._service.metrics.model(model.card.id)
+        watch = CallWatch(metrics, call, arrived_s)
+        try:
+            async with model.submit(call.requests) as running:
+                if call.stream:
+                    return await self._stream(request, style.stream(call, model.tokenizer), running, watch)
+                return await self._whole(call, style.whole(call, model.tokenizer), running, watch)
+        except (asyncio.CancelledError, ConnectionError):
+            metrics.disconnects.inc()
+            raise
+        finally:
+            watch.end(time.monotonic())
+
+    async def _whole(self, call: plan.Call, whole: Whole, running: Call, watch: CallWatch) -> web.StreamResponse:
+        while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
+            now = time.monotonic()
+            for item in news:
+                watch.delta(item.prompt, item.delta, now)
+                if (refused := reply.failure(item.delta)) is not None:
+                    raise refused
+                whole.add(item.prompt, item.delta)
+        # 128 choices with 20 log probabilities a token can take seconds to write: not on the loop.
+        body = await self._service.on_thread(whole.body) if call.logprobs else whole.body()
+        return web.Response(body=body, content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, stream: Stream, running: Call, watch: CallWatch
+    ) -> web.StreamResponse:
+        sse = request[SSE] = SseWriter(request, self._service.limits.stall_s, stream.error)
+        while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
+            if not news:
+                await sse.ping()
+                continue
+            now = time.monotonic()
+            events: list[bytes] = []
+            refused = None
+            for item in news:
+                watch.delta(item.prompt, item.delta, now)
+                refused = reply.failure(item.delta)
+                if refused is not None:
+                    break
+                events.append(stream.events(item.prompt, item.delta))
+            if events:
+                await sse.send(b"".join(events))
+            if refused is not None:
+                raise refused
+        await sse.finish(stream.end())
+        return sse.response
+
+    async def _encode_chat(self, model: ServedModel, body: ChatBody) -> list[int]:
+        messages = parse.messages_of(body)
+        self._refuse_hopeless(model, sum(map(parse.content_chars, messages)), "messages")
+        # A template is a program that came with the checkpoint: it never runs on the loop.
+        return await self._service.on_thread(
+            functools.partial(
+                model.tokenizer.encode_chat,
+                messages,
+                tools=None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                kwargs=body.chat_template_kwargs,
+            )
+        )
+
+    async def _encode_prompts(self, model: ServedModel, body: CompletionBody) -> list[list[int]]:
+        given = parse.prompts_of(body)
+        for text in given:
+            if isinstance(text, str):
+                self._refuse_hopeless(model, len(text), "prompt")
+        work = functools.partial(_encode_all, model.tokenizer, given, body)
+        long = sum(len(prompt) for prompt in given) > self._service.limits.inline_chars
+        return await self._service.on_thread(work) if long else work()
+
+    async def _echo(self, model: ServedModel, body: CompletionBody, call: plan.Call) -> tuple[str, ...]:
+        """The text of each prompt, as it was given or of its ids."""
+        work = functools.partial(_prompt_texts, model.tokenizer, parse.prompts_of(body), call)
+        long = call.prompt_tokens > self._service.limits.inline_chars
+        return await self._service.on_thread(work) if long else work()
+
+    def _refuse_hopeless(self, model: ServedModel, chars: int, param: str) -> None:
+        # Short texts need no look at the vocabulary, which takes 60 ms once.
+        if chars > self._service.limits.hopeless_chars:
+            plan.refuse_hopeless(chars, model.tokenizer.longest_token_chars, model.target, param)
+
+
+def _encode_all(tokenizer: Tokenizer, given: Sequence[str | list[int]], body: CompletionBody) -> list[list[int]]:
+    add_special = body.add_special_tokens is not False
+    # A raw prompt is the client's own template, so what it spells as special is special.
+    return [
+        tokenizer.encode(prompt, add_special=add_special, parse_special=True) if isinstance(prompt, str) else prompt
+        for prompt in given
+    ]
+
+
+def _prompt_texts(tokenizer: Tokenizer, given: Sequence[str | list[int]], call: plan.Call) -> tuple[str, ...]:
+    return tuple(
+        prompt if isinstance(prompt, str) else tokenizer.decode(request.prompt, request.skip_special_tokens)
+        for prompt, request in zip(given, call.requests, strict=True)
+    )
+
+
+def label(prefix: str) -> plan.Label:
+    seed = int.from_bytes(os.urandom(8)) >> 1
+    return plan.Label(id=prefix + os.urandom(16).hex(), created_s=int(time.time()), seed=seed)

@@ -1,0 +1,112 @@
+"""What handlers share: the node's models, bounded reading of bodies, and threads for what may not run on the loop.
+
+One `Service` an application. `generate` and the other handler groups hold it; it knows nothing of any API's shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from janus_server.api.bodies import Limits
+from janus_server.errors import Refused
+from janus_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from janus_server.instance import ServedModel
+    from janus_server.node import Node
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Names of unknown fields that are logged: plain ones, and no more than this many.
+FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+LOGGED_NAMES = 64
+
+
+class Service:
+    """The node behind one application, and the ways that every handler uses it."""
+
+    def __init__(self, node: Node, metrics: Metrics, limits: Limits) -> None:
+        self.node = node
+        self.metrics = metrics
+        self.limits = limits
+        self._pool: ThreadPoolExecutor | None = None
+        self._ignored: set[str] = set()
+
+    async def threads(self, app: web.Application) -> AsyncIterator[None]:
+        """The encoding threads live as long as the application does."""
+        self._pool = ThreadPoolExecutor(self.limits.encode_threads, "encode")
+        yield
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def serving(self, name: str) -> ServedModel:
+        """The model of that name, ready to take requests. Refused (503) while models load or the server drains."""
+        reason = self.node.refusing()
+        if reason is not None:
+            raise not_ready(reason)
+        return self.find(name)
+
+    def find(self, name: str) -> ServedModel:
+        """The model of that name, or 404."""
+        model = self.node.models.get(name)
+        if model is None:
+            message = "no model of that name is served here; GET /v1/models lists those that are"
+            raise Refused(message, status=404, param="model", code="model_not_found")
+        return model
+
+    def count_ignored(self, request: web.Request, names: Sequence[str]) -> None:
+        """Count fields that are ignored, and log each name once; a client may invent names without end."""
+        if not names:
+            return
+        self.metrics.ignored.labels(request.path).inc(len(names))
+        for name in names:
+            if len(self._ignored) < LOGGED_NAMES and name not in self._ignored and FIELD_NAME.fullmatch(name):
+                self._ignored.add(name)
+                log.debug("the field %s is not known here and was ignored", name)
+
+    async def read(self, request: web.Request) -> bytes:
+        """The body, refused as soon as it is known to be too large: memory never holds more than the limit."""
+        limit = self.limits.body_bytes
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refused(
+                "a compressed body is not accepted; send it as it is", status=415, code="unsupported_encoding"
+            )
+        if request.content_length is not None and request.content_length > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    if len(body) > limit:
+                        raise _too_large(limit)
+        except TimeoutError:
+            raise Refused("the body took too long to arrive", status=408, code="request_timeout") from None
+        except web.RequestPayloadError:
+            raise Refused("the body cannot be read", code="invalid_body") from None
+        return bytes(body)
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """Run what could hold up the loop on an encoding thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def not_ready(reason: str) -> Refused:
+    return Refused(f"not ready: {reason}", status=503, kind="server_error", code="not_ready", retry_after_s=1.0)
+
+
+def json_response(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(f"the body must be at most {limit} bytes", status=413, code="body_too_large")

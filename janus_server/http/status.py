@@ -1,0 +1,50 @@
+"""The small routes: alive, ready, version, metrics, and which models are served."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from janus_server.api import reply
+from janus_server.http.service import Service, json_response, not_ready
+from janus_server.metrics import CONTENT_TYPE
+
+
+class Status:
+    """Handlers that read the node and change nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Alive: the loop turns. Whether requests can be served is /ready."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        reason = self._service.node.ready()
+        if reason is not None:
+            raise not_ready(reason)
+        return json_response({"status": "ready"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_response({"version": _version()})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        body = self._service.metrics.render(self._service.node)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        entries = [reply.model_entry(model.card) for model in self._service.node.models.values()]
+        return json_response({"object": "list", "data": entries})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        return json_response(reply.model_entry(self._service.find(request.match_info["model"]).card))
+
+
+def _version() -> str:
+    # Imported here: it costs 20 ms, and few ask.
+    from importlib import metadata
+
+    try:
+        return metadata.version("janus-server")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,183 @@
+"""What the Brain hears and what it orders: the events and actions of design-time placement, as frozen records.
+
+`sched/brain` turns an event into actions; `leader` carries both; `lifecycle` executes orders. Every order carries its
+term and id, so that a node may be told twice and does it once. Times are seconds on the leader's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Stage(enum.Enum):
+    """Where a model stands on one node: only its checkpoint's path, a host copy, or weights in device pages."""
+
+    COLD = "cold"
+    WARM = "warm"
+    ACTIVE = "active"
+
+
+class Verb(enum.Enum):
+    """What a node can be told to do with one model.
+
+    LOAD reads the checkpoint, WAKE copies from the host copy, FORK copies from another holder: all three end ACTIVE.
+    DRAIN holds new requests while running ones finish, SERVE takes them again. SLEEP frees the device pages and keeps
+    a host copy (WARM), UNLOAD frees them and keeps nothing (COLD). EVICT frees the host copy: of a WARM model, which
+    is COLD then, or of an ACTIVE one, which stays ACTIVE.
+    """
+
+    LOAD = "load"
+    WAKE = "wake"
+    FORK = "fork"
+    DRAIN = "drain"
+    SERVE = "serve"
+    SLEEP = "sleep"
+    UNLOAD = "unload"
+    EVICT = "evict"
+
+
+class Wish(enum.Enum):
+    """What an operator asks of one model; the Brain decides what that takes."""
+
+    LOAD = "load"
+    WAKE = "wake"
+    SLEEP = "sleep"
+    EVICT = "evict"
+    PIN = "pin"
+    UNPIN = "unpin"
+
+
+class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the catalogue, with what it takes on a node.
+
+    longest_pages is what its longest sequence needs; floor_pages of KV are kept for it while it is Active. load_s and
+    wake_s are predictions, from bytes over measured bandwidths until the first of each was timed.
+    """
+
+    model: str
+    weight_pages: int
+    host_bytes: int
+    longest_pages: int
+    floor_pages: int = 0
+    load_s: float = 1.0
+    wake_s: float = 0.1
+    idle_s: float | None = None
+    pinned: bool = False
+
+
+# Events
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """A node with its pool, its budget for host copies, and the catalogue."""
+
+    node: str
+    pool_pages: int
+    host_bytes: int
+    models: tuple[KnownModel, ...]
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """A request came for a model that is not Active, or that is being drained; it waits."""
+
+    model: str
+
+
+class Unwanted(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the model any more: the clients left, or were refused."""
+
+    model: str
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """How one model on a node stands: requests in its batch and queue, and how long since the last one ended."""
+
+    running: int
+    waiting: int
+    idle_for_s: float
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """What a node tells every half second and when a model becomes idle."""
+
+    node: str
+    models: dict[str, Busy]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """An order was carried out; took_s teaches what the next one will take.
+
+    stage is where the model stands now, copy whether the host holds its weights.
+    """
+
+    order: int
+    stage: Stage
+    copy: bool
+    took_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An order failed and was rolled back: the model stands at `stage`. lasting means that trying again is no use."""
+
+    order: int
+    stage: Stage
+    copy: bool
+    reason: str
+    lasting: bool = False
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A model's instance was torn down by an error: it is Cold or Warm again without an order."""
+
+    model: str
+    stage: Stage
+    copy: bool
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """An operator's wish."""
+
+    model: str
+    wish: Wish
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time passed: `Brain.next_wake` asked for it."""
+
+
+Event = Joined | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tick
+
+
+# Actions
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """One step for one model on one node, with the sentence that explains it."""
+
+    term: int
+    id: int
+    node: str
+    model: str
+    verb: Verb
+    why: str
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """End the requests that wait for a model: it cannot be had. retry_after_s None means never, as things stand."""
+
+    model: str
+    why: str
+    retry_after_s: float | None
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The immediate answer to an operator's wish: accepted, or a conflict with the present state."""
+
+    model: str
+    accepted: bool
+    why: str
+
+
+Action = Order | Refuse | Answer

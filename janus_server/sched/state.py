@@ -1,0 +1,85 @@
+"""What the Brain believes: each model's stage on the node, what is under way for it, and who waits. Pure.
+
+Only `brain` writes these records. An order that was given counts as done in every sum over memory, so that two plans
+never spend the same pages: the ledger is the set of open orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from janus_server.orders import KnownModel, Order, Stage, Verb
+
+_RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
+_LOWERING = (Verb.SLEEP, Verb.UNLOAD)
+
+
+class Belief:
+    """One model on the node.
+
+    busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
+    become Active; goal is the stage that an operator asked for and that is not reached yet.
+    """
+
+    __slots__ = ("active_s", "busy", "copy", "draining", "failures", "goal", "idle_since_s", "known", "load_s",
+                 "order", "pinned", "retry_s", "stage", "wake_s", "wanted_s")  # fmt: skip
+
+    def __init__(self, known: KnownModel, now: float) -> None:
+        self.known = known
+        self.stage = Stage.COLD
+        self.copy = False
+        self.order: Order | None = None
+        self.draining = False
+        self.busy = 0
+        self.wanted_s: float | None = None
+        self.goal: Stage | None = None
+        self.pinned = known.pinned
+        self.active_s = now
+        self.idle_since_s = now
+        self.load_s = known.load_s
+        self.wake_s = known.wake_s
+        self.failures = 0
+        self.retry_s = now
+
+    @property
+    def holds_pages(self) -> bool:
+        """Its weights are in device pages, or will be: pages being freed count until they are free."""
+        return self.stage is Stage.ACTIVE or self.rising
+
+    @property
+    def rising(self) -> bool:
+        return self.order is not None and self.order.verb in _RAISING
+
+    @property
+    def sinking(self) -> bool:
+        return self.order is not None and self.order.verb in _LOWERING
+
+    @property
+    def holds_copy(self) -> bool:
+        """The host holds its weights, or will once what is under way is done."""
+        if self.order is None:
+            return self.copy
+        return self.order.verb is Verb.SLEEP or (self.copy and self.order.verb not in (Verb.UNLOAD, Verb.EVICT))
+
+    @property
+    def idle(self) -> bool:
+        """Active, nothing under way, nothing to do, and nobody asked for it to stay."""
+        return self.stage is Stage.ACTIVE and self.order is None and not self.busy and not self.pinned
+
+    @property
+    def reload_s(self) -> float:
+        """What it costs to have it Active again, once its pages are given up with a copy kept."""
+        return max(self.wake_s, 1e-3)
+
+
+def pages_needed(models: Iterable[Belief]) -> int:
+    """Pages that must exist for these to be Active together.
+
+    Their weights, and beside them the longest sequence of any (the node's oldest sequence can then always finish, the
+    others being preempted for it), or the KV floors of all where those are more.
+
+    Example: weights 30 and 20, longest sequences 8 and 12, floors 5 and 10: 50 + max(12, 15) = 65.
+    """
+    known = [belief.known for belief in models]
+    longest = max((k.longest_pages for k in known), default=0)
+    return sum(k.weight_pages for k in known) + max(longest, sum(k.floor_pages for k in known))

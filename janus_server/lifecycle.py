@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from janus_server.api.dialect import MARKERS, Dialect, dialect_of, markers_of
 from janus_server.api.plan import Target
 from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig, require
@@ -26,10 +27,12 @@ from janus_server.kv.prefix import PrefixCache
 from janus_server.kv.xtensor import KvLayout, XTensor, kv_layout
 from janus_server.model.decoder import Decoder
 from janus_server.model.load import Checkpoint, load_weights, open_checkpoint, plan_layout
+from janus_server.model.pooling import pooling_of
 from janus_server.model.runner import Runner
 from janus_server.model.spec import ModelSpec, SamplingDefaults
 from janus_server.model.weights import Layout, Weights, form_names
 from janus_server.modelref import ModelEntry
+from janus_server.observe.log import decision
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
@@ -110,7 +113,11 @@ def fill(
             transaction.rollback()
             raise
     transaction.commit()
-    log.info("%s: %s in %.2f s", name, format_bytes(model.placed.total_bytes), time.perf_counter() - start_s)
+    took_s, weights_bytes = time.perf_counter() - start_s, model.placed.total_bytes
+    decision(
+        f"{name}: {format_bytes(weights_bytes)} loaded in {took_s:.2f} s", kind="load", model=name,
+        weight_bytes=weights_bytes, seconds=round(took_s, 3),
+    )  # fmt: skip
     return filled
 
 
@@ -142,7 +149,7 @@ def engine_of(
     return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))
 
 
-def served(model: FilledModel, device: DeviceThread, streams: Streams) -> ServedModel:
+def served(model: FilledModel, config: ServeConfig, device: DeviceThread, streams: Streams) -> ServedModel:
     """The loop side of a filled model."""
     opened, spec = model.opened, model.opened.spec
     card = ModelCard(
@@ -153,11 +160,16 @@ def served(model: FilledModel, device: DeviceThread, streams: Streams) -> Served
         weight_bytes=opened.placed.total_bytes,
         dtype=form_names(opened.placed),
         family=spec.family.value,
+        kv_page_tokens=opened.kv.page_tokens,
+        kv_pages=opened.kv_pages,
+        kv_dtype=spec.dtype.name.lower(),
+        prefix_caching=config.prefix_cache,
     )
     # A tokenizer may know ids that the model has no row for; such an id can never be drawn.
     eos_ids = (i for i in dict.fromkeys([*spec.eos_ids, *model.tokenizer.eos_ids]) if i < spec.vocab)
     defaults = _defaults(spec.sampling, opened.entry.sampling)
-    target = Target(card.id, card.context_tokens, spec.vocab, tuple(eos_ids), defaults)
+    dialect, pooling = _dialect(model.tokenizer), pooling_of(opened.checkpoint)
+    target = Target(card.id, card.context_tokens, spec.vocab, tuple(eos_ids), defaults, dialect, spec.hidden, pooling)
     return ServedModel(card, target, model.tokenizer, device, streams)
 
 
@@ -181,6 +193,12 @@ def _tokenizer(checkpoint: Checkpoint, renderers: Renderers) -> Tokenizer:
         tokenizer = Tokenizer.from_folder(folder, renderers)
     tokenizer.compile_templates()
     return tokenizer
+
+
+def _dialect(tokenizer: Tokenizer) -> Dialect:
+    """How the model speaks beyond plain text, from its template and vocabulary."""
+    markers = markers_of(tokenizer.added(MARKERS))
+    return dialect_of(tokenizer.chat_template, tokenizer.tool_template, markers)
 
 
 def _defaults(suggested: SamplingDefaults, otherwise: Sampling) -> Sampling:

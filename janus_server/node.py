@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -18,9 +19,10 @@ from janus_server.kernels.choose import choose
 from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
 from janus_server.lifecycle import Progress, engine_of, fill, open_models, served
+from janus_server.observe.log import decision
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
-from janus_server.types import BatcherStats, Owner
+from janus_server.types import BatcherStats, Load, Owner
 
 log = logging.getLogger("janus.node")
 
@@ -60,10 +62,14 @@ class Node:
     def ready(self) -> str | None:
         """None when every model takes requests, else the reason why not."""
         failed = [name for name, model in self.models.items() if model.failed]
-        return self.refusing() or (f"stopped after an error: {', '.join(failed)}" if failed else None)
+        return self.refusing() or self._frozen() or (f"stopped after an error: {', '.join(failed)}" if failed else None)
 
     def stats(self) -> Mapping[str, BatcherStats]:
         return self._stats
+
+    def loads(self) -> Mapping[str, Load]:
+        """What is open of each model, counted where requests come in."""
+        return self.streams.loads(time.monotonic())
 
     def memory(self) -> Mapping[Owner, int]:
         """Pages held, by owner, after the last step."""
@@ -91,7 +97,7 @@ class Node:
             filled = fill(one, xtensor, kernels, self._renderers, config.threads, progress)
             engine = engine_of(filled, config, xtensor, kernels, scarcity)
             device.post(Attach(engine))
-            models[engine.model] = served(filled, device, self.streams)
+            models[engine.model] = served(filled, config, device, self.streams)
             stats[engine.model] = engine.batcher.stats()
         toucher.below(xtensor.pool.n_pages)
         loop.call_soon_threadsafe(self._serve, device, models, stats, xtensor.pool.held(), xtensor.pool.free_pages)
@@ -99,6 +105,8 @@ class Node:
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
         self._draining = reason
+        open_requests = len(self.streams)
+        decision(f"no new requests: {reason}; {open_requests} go on", kind="drain", open_requests=open_requests)
 
     def end_all(self) -> None:
         """End what still runs with an error event."""
@@ -125,6 +133,15 @@ class Node:
         self._pages, self.free_pages = pages, free_pages
         self._loaded = True
         device.start()
+
+    def _frozen(self) -> str | None:
+        """Work waits and nothing moves: a busy node ends a step now and then, a frozen one never does."""
+        stalled_s = self._device.stalled_s(time.monotonic()) if self._device is not None else 0.0
+        if stalled_s <= self._config.frozen_after_s:
+            return None
+        return (
+            f"work waits and no step has ended for {stalled_s:.0f} s (--frozen-after {self._config.frozen_after_s:g})"
+        )
 
     def _deliver(self, report: StepReport) -> None:
         if report.stats is not None:

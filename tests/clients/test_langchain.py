@@ -102,8 +102,8 @@ def test_a_tool_is_called_and_its_result_is_answered(speaker: LiveServer, stream
     assert model.invoke([question, asked, result]).content == "It will be sunny in Paris."
 
 
-class Verdict(pydantic.BaseModel):
-    """Whether it is so."""
+class Verdict(pydantic.BaseModel, extra="forbid"):
+    """Whether it is so. Nothing else, or a model that knows nothing would add to it without end."""
 
     colour: Literal["red", "green"]
     sure: bool
@@ -113,9 +113,9 @@ class Verdict(pydantic.BaseModel):
 def test_a_structured_answer(server: LiveServer, speaker: LiveServer, method: Any) -> None:
     """By schema from the random model; by a forced function from one whose template knows tools."""
     if method == "json_schema":
-        model = chat_model(server, max_completion_tokens=200)
+        model = chat_model(server, max_completion_tokens=600)
     else:
-        model = chat_model(speaker, "speaker", max_completion_tokens=200)
+        model = chat_model(speaker, "speaker", max_completion_tokens=600)
     assert isinstance(model.with_structured_output(Verdict, method=method).invoke("Is it red?"), Verdict)
 
 

@@ -240,7 +240,7 @@ def _helped(api: Recorded, options: dict[str, Any]) -> tuple[set[str], str, list
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_parse_gives_an_object_of_the_callers_type(server: LiveServer, api: Recorded, temperature: float) -> None:
     reply = api.run(lambda client: client.chat.completions.parse(
-        model="tiny", messages=QUESTION, response_format=Verdict, max_tokens=200, temperature=temperature, seed=3
+        model="tiny", messages=QUESTION, response_format=Verdict, max_tokens=600, temperature=temperature, seed=3
     ))  # fmt: skip
     assert isinstance(reply.choices[0].message.parsed, Verdict)
     assert reply.choices[0].finish_reason == "stop"
@@ -248,7 +248,7 @@ def test_parse_gives_an_object_of_the_callers_type(server: LiveServer, api: Reco
 
 def test_a_streamed_object_is_parsed_too(server: LiveServer, api: Recorded) -> None:
     options: dict[str, Any] = {
-        "model": "tiny", "messages": QUESTION, "response_format": Verdict, "max_tokens": 200, "temperature": 1,
+        "model": "tiny", "messages": QUESTION, "response_format": Verdict, "max_tokens": 600, "temperature": 1,
         "seed": 4,
     }  # fmt: skip
     _, text, _, final = _helped(api, options)

@@ -60,6 +60,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     page_bytes: int = 2 << 20
+    host_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
     dtype: DTypeChoice = DTypeChoice.AUTO
     kernels: KernelChoice = KernelChoice.AUTO

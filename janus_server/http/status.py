@@ -33,11 +33,11 @@ class Status:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        entries = [reply.model_entry(model.card) for model in self._service.node.models.values()]
+        entries = [reply.model_entry(card) for card in self._service.node.cards.values()]
         return json_response({"object": "list", "data": entries})
 
     async def show_model(self, request: web.Request) -> web.Response:
-        return json_response(reply.model_entry(self._service.find(request.match_info["model"]).card))
+        return json_response(reply.model_entry(self._service.card(request.match_info["model"])))
 
 
 def _version() -> str:

@@ -137,6 +137,7 @@ class FakeModel:
 class FakeNode:
     def __init__(self, *models: FakeModel) -> None:
         self.models = {model.card.id: model for model in models}
+        self.cards = {model.card.id: model.card for model in models}
         self.reason: str | None = None
         self.pool_pages = 100
         self.free_pages = 60
@@ -146,6 +147,9 @@ class FakeNode:
 
     def refusing(self) -> str | None:
         return self.reason
+
+    async def model(self, name: str) -> FakeModel | None:
+        return self.models.get(name)
 
     def stats(self) -> dict[str, types.BatcherStats]:
         return {name: types.BatcherStats(len(m.live), 2, 1, 20, 10, 500, 300) for name, m in self.models.items()}

@@ -16,6 +16,7 @@ from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig
 from janus_server.kernels.table import DType, Kernels
 from janus_server.kv.blocks import pages_for
+from janus_server.kv.host import CHUNK_BYTES, chunks_for
 from janus_server.kv.xtensor import KvLayout, kv_layout
 from janus_server.model.load import Checkpoint, open_checkpoint, plan_layout
 from janus_server.model.spec import ModelSpec, SamplingDefaults
@@ -63,7 +64,7 @@ class OpenedModel:
         return KnownModel(
             model=self.name,
             weight_pages=self.weight_pages,
-            host_bytes=size_bytes,
+            host_bytes=chunks_for(size_bytes) * CHUNK_BYTES,
             longest_pages=self.longest_pages,
             load_s=size_bytes / LOAD_BYTES_PER_S,
             wake_s=size_bytes / WAKE_BYTES_PER_S,

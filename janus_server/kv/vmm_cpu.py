@@ -17,7 +17,7 @@ from janus_server.errors import BadConfig, require
 
 _NONE, _READ_WRITE = 0, 3
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
 # Mappings that are not ours: libraries, thread stacks, heaps. A server with three models had 610.
 _OTHER_MAPPINGS = 4096
 
@@ -111,6 +111,8 @@ class Window:
         for first, count in runs(pages):
             self._memory._map(self.base + slot * size, first, count)
             slot += count
+        # A mapping of its own has to learn where its pages are: at once 0.16 ms for 2 MiB, at first use 0.8 ms.
+        self._memory._libc.madvise(self.base, self.n_pages * size, _MADV_POPULATE_READ)
         self._mapped = True
         return self.array
 

@@ -26,17 +26,22 @@ TIERS   := $(wildcard tests/pure tests/cpu tests/cluster tests/gpu)
 SERVER_TESTS := tests/pure $(wildcard tests/cpu/test_http*.py tests/cpu/test_serve*.py tests/cpu/test_node*.py \
                 tests/cpu/test_instance*.py tests/cpu/test_chat*.py)
 SOURCES := janus_server bench tests
+# Other people's clients have a virtual environment of their own (2 GB): their packages and the server's need not agree.
+CLIENTS := .venv-clients
+CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+           -c tests/clients/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # One thread by default: with a busy neighbour, spinning OpenMP threads make small operations 10 to 100 times slower.
-test bench: export OMP_NUM_THREADS ?= 1
-test: export HF_HUB_OFFLINE ?= 1
+test test-clients bench: export OMP_NUM_THREADS ?= 1
+test test-clients: export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help serve test install install-dev lint format bench clean
+.PHONY: help serve test test-clients install install-dev lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve               serve a language model on http://127.0.0.1:8000 (PORT=9000, MODEL=path, ARGS="--memory 4GiB")'
 	@echo 'make test                run the tests'
+	@echo 'make test-clients        run other programs against the server: openai-python, LangChain, lm-eval, guidellm, …'
 	@echo 'make install             set up .venv: packages, default model, native code (serve does it by itself)'
 	@echo 'make lint                ruff, mypy --strict on the pure rooms, import contracts'
 	@echo 'make format              let ruff format the sources'
@@ -54,6 +59,10 @@ test: install-dev
 	@$(BIN)/pytest $(TIERS) $(ARGS)
 	@echo '== tests of the server under python -O'
 	@$(BIN)/python -O $(BIN)/pytest -p no:cacheprovider $(SERVER_TESTS)
+
+test-clients: install-dev $(CLIENTS)/.installed
+	@echo '== the server under test, as other programs see it'
+	@JANUS_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 bench: install
 	@$(BIN)/janus bench engine $(ARGS)
@@ -93,6 +102,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) -e '.[test,dev]' $(SHOW)
 	@touch $@
 
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt | $(VENV)/.installed-dev
+	@echo '== installing the clients (two to four minutes, once)'
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS_PIP) -r tests/clients/requirements.txt $(SHOW)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(SOURCES) cuda -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ import time
 
 import msgspec
 
+from janus_server.api.dialect import MARKERS, Dialect, dialect_of, markers_of
 from janus_server.api.plan import Target
 from janus_server.config import DTypeChoice, ServeConfig
 from janus_server.errors import BadConfig
@@ -19,6 +20,7 @@ from janus_server.kv.blocks import pages_for
 from janus_server.kv.host import CHUNK_BYTES, chunks_for
 from janus_server.kv.xtensor import KvLayout, kv_layout
 from janus_server.model.load import Checkpoint, open_checkpoint, plan_layout
+from janus_server.model.pooling import pooling_of
 from janus_server.model.spec import ModelSpec, SamplingDefaults
 from janus_server.model.weights import Layout, form_names
 from janus_server.modelref import ModelEntry
@@ -39,7 +41,8 @@ SEQUENCE_SHARE = 4
 class OpenedModel:
     """A checkpoint whose headers are checked, with what it will take.
 
-    longest_pages hold its longest sequence of context_tokens: they and the weights fit on the node together.
+    kv_pages is the room that it may have beside the weights of the models it shares the node with; longest_pages hold
+    its longest sequence of context_tokens: they and the weights fit on the node together.
     """
 
     entry: ModelEntry
@@ -47,6 +50,7 @@ class OpenedModel:
     placed: Layout
     kv: KvLayout
     weight_pages: int
+    kv_pages: int
     longest_pages: int
     context_tokens: int
 
@@ -70,7 +74,7 @@ class OpenedModel:
             wake_s=size_bytes / WAKE_BYTES_PER_S,
         )
 
-    def card(self) -> ModelCard:
+    def card(self, prefix_caching: bool) -> ModelCard:
         """What clients are told of it."""
         return ModelCard(
             id=self.name,
@@ -80,6 +84,10 @@ class OpenedModel:
             weight_bytes=self.placed.total_bytes,
             dtype=form_names(self.placed),
             family=self.spec.family.value,
+            kv_page_tokens=self.kv.page_tokens,
+            kv_pages=self.kv_pages,
+            kv_dtype=self.spec.dtype.name.lower(),
+            prefix_caching=prefix_caching,
         )
 
     def target(self, tokenizer: Tokenizer) -> Target:
@@ -87,7 +95,10 @@ class OpenedModel:
         # A tokenizer may know ids that the model has no row for; such an id can never be drawn.
         eos_ids = (i for i in dict.fromkeys([*self.spec.eos_ids, *tokenizer.eos_ids]) if i < self.spec.vocab)
         defaults = _defaults(self.spec.sampling, self.entry.sampling)
-        return Target(self.name, self.context_tokens, self.spec.vocab, tuple(eos_ids), defaults)
+        return Target(
+            self.name, self.context_tokens, self.spec.vocab, tuple(eos_ids), defaults, _dialect(tokenizer),
+            self.spec.hidden, pooling_of(self.checkpoint),
+        )  # fmt: skip
 
 
 def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...]:
@@ -109,7 +120,7 @@ def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...
             )
         context = _context_tokens(entry.name, spec.context_tokens, config, kv, room, pool - pages)
         longest = pages_for(context, kv.page_tokens)
-        opened.append(OpenedModel(entry, checkpoint, placed, kv, pages, longest, context))
+        opened.append(OpenedModel(entry, checkpoint, placed, kv, pages, room, longest, context))
     return tuple(opened)
 
 
@@ -122,6 +133,12 @@ def tokenizer_of(model: OpenedModel, renderers: Renderers) -> Tokenizer:
         tokenizer = Tokenizer.from_folder(folder, renderers)
     tokenizer.compile_templates()
     return tokenizer
+
+
+def _dialect(tokenizer: Tokenizer) -> Dialect:
+    """How the model speaks beyond plain text, from its template and vocabulary."""
+    markers = markers_of(tokenizer.added(MARKERS))
+    return dialect_of(tokenizer.chat_template, tokenizer.tool_template, markers)
 
 
 def _dtype(config: ServeConfig) -> DType | None:

@@ -35,6 +35,7 @@ examples:
   janus serve chat=~/models/qwen3.gguf --port 9000
   janus serve a=model-a b=model-b --memory 16GiB
   janus serve --config janus.toml --set max_num_seqs=32
+  JANUS_API_KEY=$(cat my.key) janus serve --host 0.0.0.0
 
 janus.toml takes the same settings, and flags win over it:
   port = 9000
@@ -53,6 +54,7 @@ examples:
   janus chat "What is the capital of France?"   one answer, then exit
   git diff | janus chat "Explain this change"   piped text follows the prompt
   janus chat --url http://10.0.0.5:8000 --model chat --system "Answer in French."
+the server's API key is taken from JANUS_API_KEY
 """
 _BENCH_EXAMPLES: Final = """\
 examples:
@@ -133,6 +135,12 @@ def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
 def _serve(chosen: argparse.Namespace) -> int:
     from janus_server.config import SETTINGS, serve_config
 
+    if chosen.api_key is not None:
+        # The value is in the process list by now, and is not repeated here.
+        raise BadConfig(
+            "--api-key: every user of this machine can read a command line; set JANUS_API_KEY, or write the key into "
+            "a file of yours and give --api-key-file FILE"
+        )
     given = {s.key: getattr(chosen, s.key) for s in SETTINGS if getattr(chosen, s.key) is not None}
     config = serve_config(
         chosen.models, file=chosen.config, sets=chosen.set, flags=given, served_model_name=chosen.served_model_name
@@ -153,6 +161,7 @@ def _chat(chosen: argparse.Namespace) -> int:
             temperature=chosen.temperature,
             max_tokens=chosen.max_tokens,
             prompt=" ".join(chosen.prompt) or None,
+            key=os.environ.get("JANUS_API_KEY"),
         )
     )
 
@@ -193,7 +202,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _serve_parser(kinds: Any) -> _Parser:
-    from janus_server.config import SETTINGS
+    from janus_server.settings import SETTINGS, truth
 
     parser: _Parser = kinds.add_parser("serve", help="serve one or more models over HTTP", epilog=_SERVE_EXAMPLES)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="NAME=MODEL or MODEL (see below)")
@@ -202,11 +211,13 @@ def _serve_parser(kinds: Any) -> _Parser:
     parser.add_argument("--served-model-name", metavar="NAME", help="the name clients send, for a single model")
     for setting in SETTINGS:
         shape: dict[str, Any] = {"dest": setting.key, "default": None, "help": setting.help}
-        if setting.field in ("prefix_cache", "one_prompt_at_a_time"):
+        if setting.read is truth:
             shape["action"] = argparse.BooleanOptionalAction
         else:
             shape["metavar"] = setting.metavar or setting.key.upper()
         parser.add_argument(*setting.flags, **shape)
+    # Known only to be refused with what to do instead: other servers have it.
+    parser.add_argument("--api-key", nargs="*", help=argparse.SUPPRESS)
     return parser
 
 

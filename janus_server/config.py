@@ -6,51 +6,34 @@ keys are refused with the nearest known name. This is the only module that reads
 
 from __future__ import annotations
 
-import enum
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
-from janus_server import machine, modelref, units
+from janus_server import keys, machine, modelref, units
 from janus_server.errors import BadConfig
+from janus_server.keys import Key
 from janus_server.modelref import ModelEntry
 from janus_server.packaged import DEFAULT_ALIAS
+from janus_server.settings import SETTINGS as SETTINGS
+from janus_server.settings import DTypeChoice as DTypeChoice
+from janus_server.settings import KernelChoice as KernelChoice
+from janus_server.settings import LogFormat as LogFormat
+from janus_server.settings import LogLevel as LogLevel
+from janus_server.settings import Setting
 from janus_server.suggest import nearest
-
-
-class DTypeChoice(enum.Enum):
-    """What weights are held and computed in; AUTO follows the checkpoint."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class KernelChoice(enum.Enum):
-    """Which kernel table runs the model; AUTO takes the native one where it builds."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    TORCH_REF = "torch_ref"
-
-
-class LogLevel(enum.Enum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `janus serve` runs with.
 
     memory_bytes is the whole budget of physical pages (weights, KV cache, scratch), a multiple of page_bytes. port 0
-    means any free port. max_model_len None follows the checkpoint.
+    means any free port. max_model_len None follows the checkpoint. keys are those of the environment; those of
+    api_key_file are read when the server starts, and again on SIGHUP. max_queued_* None are derived by `admission`.
     """
 
     models: tuple[ModelEntry, ...]
@@ -69,21 +52,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     one_prompt_at_a_time: bool = False
     shutdown_timeout_s: float = 30.0
+    keys: tuple[Key, ...] = ()
+    api_key_file: Path | None = None
+    insecure: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    max_connections: int = 4096
+    header_timeout_s: float = 20.0
+    idle_timeout_s: float = 75.0
+    request_timeout_s: float | None = None
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    frozen_after_s: float = 60.0
     log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.HUMAN
+    access_log: bool = True
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """One knob as a user meets it: its key in janus.toml, the field it fills, its reader, its flags and its help."""
-
-    key: str
-    field: str
-    read: Callable[[Any], Any]
-    flags: tuple[str, ...]
-    help: str
-    metavar: str | None = None
-
-
-PAGE_BYTES_MIN: Final = 4096
 MEMORY_CAP_BYTES: Final = 8 << 30
 
 
@@ -112,7 +101,13 @@ def serve_config(
     fields.setdefault("memory_bytes", default_memory_bytes())
     fields.setdefault("threads", machine.cores())
     fields.setdefault("cache_dir", default_cache_dir())
-    return _checked(ServeConfig(models=entries, **fields))
+    return _checked(ServeConfig(models=entries, keys=environment_keys(), **fields))
+
+
+def environment_keys() -> tuple[Key, ...]:
+    """The user key of JANUS_API_KEY and the admin key of JANUS_ADMIN_KEY, where they are set."""
+    found = ((name, os.environ.get(name, "")) for name in (keys.USER_VARIABLE, keys.ADMIN_VARIABLE))
+    return tuple(keys.from_environment(name, text) for name, text in found if text)
 
 
 def default_memory_bytes() -> int:
@@ -140,6 +135,8 @@ def _checked(config: ServeConfig) -> ServeConfig:
             f"--memory {units.format_bytes(config.memory_bytes)} is more than this machine lets the process use "
             f"({units.format_bytes(machine.memory_bytes())})"
         )
+    if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
+        raise BadConfig("--ssl-certfile and --ssl-keyfile go together: give both, or neither")
     return msgspec.structs.replace(config, memory_bytes=pages * config.page_bytes)
 
 
@@ -198,156 +195,3 @@ def _read(setting: Setting, raw: Any, source: str) -> Any:
         return setting.read(raw)
     except ValueError as error:
         raise BadConfig(f"{source}: {error}") from None
-
-
-# Readers: a raw value (TOML, --set text or flag text) to the field's type, or ValueError with what is allowed.
-
-E = TypeVar("E", bound=enum.Enum)
-
-
-def _choice(kind: type[E]) -> Callable[[Any], E]:
-    names = [member.value for member in kind]
-
-    def read(raw: Any) -> E:
-        if raw not in names:
-            raise ValueError(f"{raw!r} is not one of {', '.join(names)}{nearest(str(raw), names)}")
-        return kind(raw)
-
-    return read
-
-
-def _between(low: int, high: int, what: str) -> Callable[[Any], int]:
-    def read(raw: Any) -> int:
-        count = units.parse_count(raw)
-        if not low <= count <= high:
-            raise ValueError(f"{raw!r} is not {what} between {low} and {high}")
-        return count
-
-    return read
-
-
-def _truth(raw: Any) -> bool:
-    words = {True: True, False: False, "true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if not isinstance(raw, bool | str) or raw not in words:
-        raise ValueError(f"{raw!r} is not true or false")
-    return words[raw]
-
-
-def _page_bytes(raw: Any) -> int:
-    size_bytes = units.parse_bytes(raw)
-    if size_bytes < PAGE_BYTES_MIN or size_bytes & (size_bytes - 1) or size_bytes > 1 << 30:
-        raise ValueError(f"{raw!r} is not a page size; a power of two from 4KiB to 1GiB, such as 2MiB")
-    return size_bytes
-
-
-def _model_len(raw: Any) -> int | None:
-    return None if raw == "auto" else _between(1, 1 << 24, "a number of tokens")(raw)
-
-
-def _host(raw: Any) -> str:
-    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9.:_%-]{1,253}", raw):
-        raise ValueError(f"{raw!r} is not a host name or address, such as 127.0.0.1 or 0.0.0.0")
-    return raw
-
-
-def _folder(raw: Any) -> Path:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError(f"{raw!r} is not a folder")
-    return Path(raw).expanduser().absolute()
-
-
-SETTINGS: Final[tuple[Setting, ...]] = (
-    Setting("host", "host", _host, ("--host",), "address to listen on (default 127.0.0.1, this machine only)"),
-    Setting("port", "port", _between(0, 65535, "a port"), ("--port",), "port to listen on (default 8000; 0: any free)"),
-    Setting(
-        "memory",
-        "memory_bytes",
-        units.parse_bytes,
-        ("--memory",),
-        "budget for weights and KV cache, such as 8GiB (default: half of RAM, at most 8GiB)",
-        "SIZE",
-    ),
-    Setting(
-        "page_size",
-        "page_bytes",
-        _page_bytes,
-        ("--page-size",),
-        "size of a physical page, a power of two (default 2MiB)",
-        "SIZE",
-    ),
-    Setting(
-        "max_model_len",
-        "max_model_len",
-        _model_len,
-        ("--max-model-len",),
-        "longest prompt plus answer in tokens (default: what the model allows)",
-        "TOKENS",
-    ),
-    Setting(
-        "dtype",
-        "dtype",
-        _choice(DTypeChoice),
-        ("--dtype",),
-        "auto, float32 or bfloat16 (default auto: as the checkpoint)",
-    ),
-    Setting(
-        "kernels", "kernels", _choice(KernelChoice), ("--kernels",), "auto, cpu (native) or torch_ref (default auto)"
-    ),
-    Setting(
-        "threads",
-        "threads",
-        _between(1, 1024, "a number of threads"),
-        ("--threads",),
-        "threads that compute (default: physical cores allowed to this process)",
-        "N",
-    ),
-    Setting(
-        "max_num_seqs",
-        "max_num_seqs",
-        _between(1, 4096, "a number of sequences"),
-        ("--max-num-seqs",),
-        "most sequences in one step (default 128)",
-        "N",
-    ),
-    Setting(
-        "max_num_batched_tokens",
-        "max_num_batched_tokens",
-        _between(1, 1 << 20, "a number of tokens"),
-        ("--max-num-batched-tokens",),
-        "most tokens in one step (default 512)",
-        "N",
-    ),
-    Setting(
-        "prefix_cache",
-        "prefix_cache",
-        _truth,
-        ("--enable-prefix-caching",),
-        "reuse the KV cache of shared prompt beginnings (default on)",
-    ),
-    Setting(
-        "one_prompt_at_a_time",
-        "one_prompt_at_a_time",
-        _truth,
-        ("--one-prompt-at-a-time",),
-        "finish one prompt before the next starts (default off: long prompts share a step)",
-    ),
-    Setting(
-        "shutdown_timeout",
-        "shutdown_timeout_s",
-        units.parse_seconds,
-        ("--shutdown-timeout",),
-        "how long running answers may take to finish after Ctrl-C (default 30s)",
-        "DURATION",
-    ),
-    Setting(
-        "log_level", "log_level", _choice(LogLevel), ("--log-level",), "debug, info, warning or error (default info)"
-    ),
-    Setting(
-        "cache_dir",
-        "cache_dir",
-        _folder,
-        ("--cache-dir",),
-        "where compiled kernels are kept (default ~/.cache/janus/kernels)",
-        "FOLDER",
-    ),
-)

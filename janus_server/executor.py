@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,10 +22,11 @@ import msgspec
 from janus_server.errors import require
 from janus_server.kv.pages import PagePool
 from janus_server.model.runner import Runner
+from janus_server.observe.log import facts
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.turn import Turn
-from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Request
+from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Reading, Request, Sampled
 
 log = logging.getLogger("janus.executor")
 
@@ -53,11 +54,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue."""
+    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue.
+
+    matcher is the request's compiled grammar at its start, which is the device thread's from now on.
+    """
 
     model: str
     request: Request
     arrived_s: float
+    matcher: Any = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -135,13 +140,20 @@ class DeviceThread:
         self._turn = Turn()
         self._stopping = False
         self._checked = True
+        # Plain values that the device thread writes and the loop reads: when it last finished something, and whether
+        # it sleeps for want of work.
+        self._moved_s = 0.0
+        self._resting = False
         self._thread = threading.Thread(target=self._run, name="janus-device", daemon=True)
 
     def start(self) -> None:
+        self._moved_s = time.monotonic()
         self._thread.start()
 
     def post(self, command: Command) -> None:
         """Hand over an order; it is applied before the next step. Any thread."""
+        if self._resting and self._inbox.empty():
+            self._moved_s = time.monotonic()  # until now there was nothing to move
         self._inbox.put(command)
 
     def ask(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
@@ -169,6 +181,12 @@ class DeviceThread:
         self._scarcity.leave(engine.batcher)
         return True
 
+    def stalled_s(self, now: float) -> float:
+        """For how long no step or order has ended although work waits; monotonic seconds. Any thread."""
+        if self._resting and self._inbox.empty():
+            return 0.0
+        return max(0.0, now - self._moved_s)
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
@@ -179,8 +197,10 @@ class DeviceThread:
     def _run(self) -> None:
         while not self._stopping:
             self._take_orders()
+            self._moved_s = time.monotonic()
             if not self._stopping and not self._step():
                 self._rest()
+            self._moved_s = time.monotonic()
 
     def _take_orders(self) -> None:
         while True:
@@ -198,12 +218,15 @@ class DeviceThread:
                 with self._guard(engine):
                     require(engine.batcher.idle, "requests wait and nothing can run")
                     self._pool.check()
-        self._apply(self._inbox.get())
+        self._resting = True
+        command = self._inbox.get()
+        self._resting = False
+        self._apply(command)
 
     def _apply(self, command: Command) -> None:
         match command:
-            case Submit(model, request, arrived_s):
-                self._submit(model, request, arrived_s)
+            case Submit():
+                self._submit(command)
             case Cancel(model, request_id, index):
                 engine = self._engines.get(model)
                 if engine is not None:
@@ -230,11 +253,12 @@ class DeviceThread:
         self._checked = False
         self._deliver(StepReport("", [], self._pool.held(), self._pool.free_pages))
 
-    def _submit(self, model: str, request: Request, arrived_s: float) -> None:
+    def _submit(self, order: Submit) -> None:
+        model, request = order.model, order.request
         engine = self._engines.get(model)
         if engine is not None:
             with self._guard(engine):
-                engine.batcher.add(request, arrived_s)
+                engine.batcher.add(request, order.arrived_s, order.matcher)
         self._checked = False
         if model not in self._engines:  # torn down while the request was on its way, or by the request
             emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]
@@ -256,14 +280,20 @@ class DeviceThread:
 
     def _step_of(self, engine: Engine) -> bool:
         start_s = time.perf_counter()
+        running = len(engine.batcher.running)
         batch = engine.batcher.plan(time.monotonic())
         if batch is None:
             return False
+        if len(engine.batcher.running) != running:
+            self._report(engine, [])  # a long step must not show as a queue until it ends
         arrays = engine.runner.stage(batch)
         staged_s = time.perf_counter()
         logits = engine.runner.forward(arrays)
+        readings = engine.runner.read(batch)
         computed_s = time.perf_counter()
-        emits = engine.batcher.commit(batch, engine.runner.draw(batch, logits))
+        sampled = engine.runner.draw(batch, logits)
+        emits = engine.batcher.commit(batch, sampled, readings)
+        _log_faults(engine.model, sampled, readings)
         self._touch(self._pool.high_mark)
         self._report(engine, emits, StepTime(batch.tokens, start_s, staged_s, computed_s, time.perf_counter()))
         return True
@@ -284,10 +314,20 @@ class DeviceThread:
 
     def _fail(self, engine: Engine, error: Exception) -> None:
         """Tear one instance down: its requests end with an error event, its pages go back by owner."""
-        log.error("%s: instance torn down after %s", engine.model, type(error).__name__, exc_info=error)
+        log.error(
+            "%s: instance torn down after %s", engine.model, type(error).__name__, exc_info=error,
+            extra=facts(kind="teardown", model=engine.model, error=type(error).__name__),
+        )  # fmt: skip
         del self._engines[engine.model]
         self._scarcity.leave(engine.batcher)
         emits = engine.batcher.abandon()
         self._pool.reclaim(engine.kv_owner)
         self._release(engine.model)
         self._report(engine, emits, failed=True)
+
+
+def _log_faults(model: str, *answers: Sequence[Sampled | Reading]) -> None:
+    """One line a step about choices that end in an error while the others go on."""
+    faults = [one.fault for group in answers for one in group if one.fault is not None]
+    if faults:
+        log.warning("%s: %d choices end in an error: %s", model, len(faults), faults[0].value)

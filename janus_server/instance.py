@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from janus_server.errors import Refused
+from janus_server.errors import Refused, require
 from janus_server.executor import Cancel, DeviceThread, StepReport, Submit
 from janus_server.tokens.detokenize import Detokenizer, StopMatcher
-from janus_server.types import Delta, Emit, FinishReason, ModelCard, Request
+from janus_server.types import Delta, Emit, FinishReason, Load, ModelCard, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from janus_server.api.plan import Target
@@ -50,11 +50,22 @@ class Streams:
     def close(self, answer: _Answer) -> None:
         self._open.pop(answer.request.id, None)
 
+    def loads(self, now: float) -> dict[str, Load]:
+        """What is open of each model that has open requests."""
+        found: dict[str, Load] = {}
+        for answer in self._open.values():
+            so_far = found.get(answer.request.model, Load())
+            age_s = 0.0 if answer.started else now - answer.call.entered_s
+            choices = so_far.choices + sum(not choice.finished for choice in answer.choices)
+            found[answer.request.model] = Load(choices, max(so_far.oldest_s, age_s))
+        return found
+
     def deliver(self, report: StepReport) -> None:
         """Emits of requests that nobody reads any more are dropped: their cancel is on its way."""
         for emit in report.emits:
             answer = self._open.get(emit.request_id)
             if answer is not None:
+                answer.started = answer.started or emit.token is not None
                 answer.call.put(answer, emit)
 
 
@@ -130,21 +141,29 @@ class ServedModel:
         self._flow = flow
         self._streams = streams
 
-    def submit(self, requests: Sequence[Request]) -> Call:
-        """A call to enter with `async with`: entering queues its requests, leaving cancels what has not ended."""
-        return Call(requests, self.tokenizer, self._flow, self._streams)
+    def submit(self, requests: Sequence[Request], matchers: Sequence[Any] = ()) -> Call:
+        """A call to enter with `async with`: entering queues its requests, leaving cancels what has not ended.
+
+        matchers are the compiled grammars of the requests, None for one without; they are given away. None at all where
+        no request has one.
+        """
+        return Call(requests, matchers, self.tokenizer, self._flow, self._streams)
 
 
 class Call:
     """The requests of one API call and what has come back of them."""
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, flow: Flow, streams: Streams) -> None:
+    def __init__(
+        self, requests: Sequence[Request], matchers: Sequence[Any], tokenizer: Tokenizer, flow: Flow, streams: Streams
+    ) -> None:
+        require(len(matchers) in (0, len(requests)), "one matcher a request, or none at all")
         self._flow = flow
         self._streams = streams
-        self._arrived_s = 0.0
         self._started = False
         self._refused: Refused | None = None
+        self._matchers = matchers or [None] * len(requests)
         self._answers = [_Answer(self, prompt, request, tokenizer) for prompt, request in enumerate(requests)]
+        self.entered_s = 0.0
         self._unfinished = sum(request.n for request in requests)
         self._arrived: list[tuple[_Answer, Emit]] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -154,7 +173,7 @@ class Call:
         return len(self._answers)
 
     async def __aenter__(self) -> Call:
-        self._arrived_s = time.monotonic()
+        self.entered_s = time.monotonic()
         for answer in self._answers:
             self._streams.open(answer)
         self._flow.enter(self)
@@ -163,8 +182,8 @@ class Call:
     def start(self) -> None:
         """The model is there: its requests queue, with the age they have."""
         self._started = True
-        for answer in self._answers:
-            self._flow.device.post(Submit(self._flow.model, answer.request, self._arrived_s))
+        for answer, matcher in zip(self._answers, self._matchers, strict=True):
+            self._flow.device.post(Submit(self._flow.model, answer.request, self.entered_s, matcher))
 
     def refuse(self, refused: Refused) -> None:
         """The model cannot be had: `take` raises this."""
@@ -189,27 +208,42 @@ class Call:
 
         Raises Refused when the call waited for a model that cannot be had.
         """
-        if not self._arrived and self._unfinished and self._refused is None:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        if not self._started and time.monotonic() > self._arrived_s + self._flow.patience_s:
-            self._refused = Refused(_NOT_IN_TIME, status=503, kind="server_error", code="model_unavailable",
-                                    retry_after_s=5.0)  # fmt: skip
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while True:
+            self._check_held()
+            arrived, self._arrived = self._arrived, []
+            news = [one for answer, emit in arrived for one in self._read(answer, emit)]
+            if news or not self._unfinished:
+                return news or None
+            left_s = until_s - loop.time()
+            if left_s <= 0:
+                return []
+            await self._wait(left_s)
+
+    def _check_held(self) -> None:
+        """Raise the refusal that came while the call was held, or the one for having been held too long."""
+        if not self._started and time.monotonic() > self.entered_s + self._flow.patience_s:
+            raise Refused(_NOT_IN_TIME, status=503, kind="server_error", code="model_unavailable", retry_after_s=5.0)
         if self._refused is not None:
             raise self._refused
-        arrived, self._arrived = self._arrived, []
-        news = [one for answer, emit in arrived for one in self._read(answer, emit)]
-        return news if news or self._unfinished else None
+
+    async def _wait(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
 
     def _read(self, answer: _Answer, emit: Emit) -> Iterator[News]:
         choice = answer.choices[emit.index]
         if choice.finished:  # a stop string ended it; the device thread has not heard yet
+            return
+        if emit.token is None and emit.finish is None:  # scores of a prompt that is still being computed
+            choice.hold(emit.prompt_logprobs)
             return
         delta = choice.take(emit)
         if choice.finished:
@@ -226,39 +260,49 @@ class Call:
 class _Answer:
     """One request of a call and the text state of its choices."""
 
-    __slots__ = ("call", "choices", "prompt", "request")
+    __slots__ = ("call", "choices", "prompt", "request", "started")
 
     def __init__(self, call: Call, prompt: int, request: Request, tokenizer: Tokenizer) -> None:
         self.call = call
         self.prompt = prompt
         self.request = request
+        self.started = False
         self.choices = [_Choice(tokenizer, request, index) for index in range(request.n)]
 
 
 class _Choice:
     """Text state of one choice: what is held back, and whether it has ended."""
 
-    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "_unmatched", "finished", "index")
+    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "_scores", "_stop_ids", "_unmatched", "finished", "index")
 
     def __init__(self, tokenizer: Tokenizer, request: Request, index: int) -> None:
         self.index = index
         self.finished = False
-        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt)
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt, request.shown_ids)
         self._matcher = StopMatcher(request.stop, request.include_stop) if request.stop else None
         self._include_stop = request.include_stop
+        self._stop_ids = request.stop_ids
+        self._scores: tuple[TokenLogprob, ...] = ()
         # Stop strings do not count in the first min_tokens tokens.
         self._unmatched = request.min_tokens
 
+    def hold(self, scores: tuple[TokenLogprob, ...]) -> None:
+        """Keep what came of the prompt's log probabilities for the first delta."""
+        self._scores += scores
+
     def take(self, emit: Emit) -> Delta:
         finish = emit.finish
-        # The token that ended the choice is counted but not shown, as every OpenAI server does.
-        hidden = finish is FinishReason.STOP and not self._include_stop
+        scores, self._scores = self._scores + emit.prompt_logprobs, ()
+        # The token that ended the choice is counted but not shown, as every OpenAI server does. (The last one that a
+        # grammar allows is no end token: it belongs to the text.)
+        hidden = finish is FinishReason.STOP and emit.token in self._stop_ids and not self._include_stop
         text = "" if emit.token is None or hidden else self._detokenizer.push(emit.token)
         if finish is not None:
             text += self._detokenizer.finish()
+        stop = None
         if self._matcher is not None and self._unmatched == 0:
-            text, stopped = self._match(self._matcher, text, last=finish is not None)
-            finish = FinishReason.STOP if stopped else finish
+            text, stop = self._match(self._matcher, text, last=finish is not None)
+            finish = finish if stop is None else FinishReason.STOP
         self._unmatched = max(0, self._unmatched - 1)
         self.finished = finish is not None
         return Delta(
@@ -269,12 +313,15 @@ class _Choice:
             finish=finish,
             cached_tokens=emit.cached_tokens,
             queued_s=emit.queued_s,
+            prompt_logprobs=scores,
+            embedding=emit.embedding,
             message=_ENDED_MESSAGE if finish is FinishReason.ERROR else None,
+            stop=stop,
         )
 
-    def _match(self, matcher: StopMatcher, text: str, last: bool) -> tuple[str, bool]:
-        """What may be shown of `text`, and whether a stop string ended it."""
+    def _match(self, matcher: StopMatcher, text: str, last: bool) -> tuple[str, str | None]:
+        """What may be shown of `text`, and the stop string that ended it, if one did."""
         found = matcher.push(text)
         if found.stopped or not last:
-            return found.text, found.stopped
-        return found.text + matcher.finish(), False
+            return found.text, found.stop
+        return found.text + matcher.finish(), None

@@ -31,6 +31,7 @@ from janus_server.model.decoder import Decoder
 from janus_server.model.load import load_weights
 from janus_server.model.runner import Runner
 from janus_server.model.weights import Weights, bind
+from janus_server.observe.log import decision
 from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Report, Stage, Verb
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
@@ -130,7 +131,7 @@ class Lifecycle:
     async def obey(self, order: Order) -> Done | Failed | None:
         """Carry out one order; None for those that take effect at once and have no end."""
         resident = self.residents[order.model]
-        log.info("%s", order.why)
+        decision(order.why, kind=order.verb.value, model=order.model)
         match order.verb:
             case Verb.DRAIN:
                 resident.flow.hold()
@@ -189,12 +190,15 @@ class Lifecycle:
             resident.trouble = error
             return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE, lasting=True)
         except (OSError, Stopped) as error:
+            resident.trouble = error
             log.error("%s: %s failed: %s", order.model, order.verb.value, type(error).__name__, exc_info=error)
             return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE)
         took_s = time.monotonic() - start_s
         size = format_bytes(resident.opened.placed.total_bytes)
-        log.info("%s: %s of %s took %.3f s; it is %s", order.model, order.verb.value, size, took_s,
-                 resident.stage.value)  # fmt: skip
+        decision(
+            f"{order.model}: {order.verb.value} of {size} took {took_s:.3f} s; it is {resident.stage.value}",
+            kind="done", model=order.model, stage=resident.stage.value, seconds=round(took_s, 3),
+        )  # fmt: skip
         return self._done(order, resident, took_s)
 
     def _done(self, order: Order, resident: Resident, took_s: float) -> Done:
@@ -324,7 +328,8 @@ class Lifecycle:
             log.error("%s: its tokenizer cannot be read: %s", opened.name, error)
             raise Refused(UNREADABLE, status=503, kind="server_error", code="model_failed") from None
         target = opened.target(tokenizer)
-        resident.served = ServedModel(opened.card(), target, tokenizer, resident.flow, self._streams)
+        card = opened.card(self._config.prefix_cache)
+        resident.served = ServedModel(card, target, tokenizer, resident.flow, self._streams)
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -23,11 +24,12 @@ from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
 from janus_server.leader import Leader
 from janus_server.lifecycle import Lifecycle, Progress
+from janus_server.observe.log import decision
 from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
 from janus_server.sched.brain import Brain, BrainSettings
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
-from janus_server.types import BatcherStats, ModelCard, Owner
+from janus_server.types import BatcherStats, Load, ModelCard, Owner
 
 log = logging.getLogger("janus.node")
 
@@ -100,7 +102,18 @@ class Node:
 
     def ready(self) -> str | None:
         """None when requests are taken, else the reason why not."""
-        return self.refusing()
+        return self.refusing() or self._frozen()
+
+    @property
+    def prepared(self) -> Mapping[str, ServedModel]:
+        """The models whose tokenizers are read: every one that ever had a request."""
+        residents = self._lifecycle.residents if self._lifecycle is not None else {}
+        return {name: resident.served for name, resident in residents.items() if resident.served is not None}
+
+    def troubled(self) -> frozenset[str]:
+        """The models whose last order failed."""
+        residents = self._lifecycle.residents if self._lifecycle is not None else {}
+        return frozenset(name for name, resident in residents.items() if resident.trouble is not None)
 
     def stages(self) -> Mapping[str, Stage]:
         """Where every model of the catalogue stands."""
@@ -126,6 +139,10 @@ class Node:
     def stats(self) -> Mapping[str, BatcherStats]:
         return self._stats
 
+    def loads(self) -> Mapping[str, Load]:
+        """What is open of each model, counted where requests come in."""
+        return self.streams.loads(time.monotonic())
+
     def memory(self) -> Mapping[Owner, int]:
         """Pages held, by owner, after the last step."""
         return self._pages
@@ -148,7 +165,7 @@ class Node:
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
             HostCopies(self._config.host_memory_bytes), lambda: leader.changed(), progress,
         )  # fmt: skip
-        self.cards = MappingProxyType({one.name: one.card() for one in opened.catalogue})
+        self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
         leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, start.see)
@@ -160,6 +177,8 @@ class Node:
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
         self._draining = reason
+        open_requests = len(self.streams)
+        decision(f"no new requests: {reason}; {open_requests} go on", kind="drain", open_requests=open_requests)
 
     def end_all(self) -> None:
         """End what still runs with an error event."""
@@ -181,6 +200,15 @@ class Node:
             self._device.post(Stop())
             self._device.join(timeout_s=60.0)
         self._renderers.close()
+
+    def _frozen(self) -> str | None:
+        """Work waits and nothing moves: a busy node ends a step now and then, a frozen one never does."""
+        stalled_s = self._device.stalled_s(time.monotonic()) if self._device is not None else 0.0
+        if stalled_s <= self._config.frozen_after_s:
+            return None
+        return (
+            f"work waits and no step has ended for {stalled_s:.0f} s (--frozen-after {self._config.frozen_after_s:g})"
+        )
 
     def _deliver(self, report: StepReport) -> None:
         if report.stats is not None:

@@ -7,55 +7,68 @@ a clear word instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
-import errno
+import functools
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
+import msgspec
 import uvloop
 
-from janus_server.config import ServeConfig
+from janus_server import keys as keyring
+from janus_server.config import LogFormat, ServeConfig
 from janus_server.errors import BadConfig, BadModel
+from janus_server.keys import KeyRing
+from janus_server.network import bind, check_exposure, connections_to_have, tls_context
 from janus_server.node import Node
+from janus_server.observe import log as logs
+from janus_server.observe.trace import Tracer
 from janus_server.terminal.progress import LoadProgress
 from janus_server.units import format_bytes
+from janus_server.version import server_version
+
+if TYPE_CHECKING:
+    import ssl
+
+    from janus_server.http.listen import Listener
 
 log = logging.getLogger("janus.serve")
+
+# How long requests that were told to end may take to write their last words.
+_LAST_WORDS_S = 2.0
 
 
 def run(config: ServeConfig) -> int:
     """Serve until a signal; 0 after a clean end, 2 when the model or a setting cannot be used."""
-    logging.basicConfig(
-        level=config.log_level.value.upper(), stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s"
-    )
+    lines = logs.start(sys.stderr, config.log_level.value, config.log_format is LogFormat.JSON)
+    tracer = None
     try:
+        tracer = None if config.otlp_endpoint is None else Tracer.open(config.otlp_endpoint, server_version())
+        keys, tls = keyring.load(config.keys, config.api_key_file), tls_context(config)
+        connections = connections_to_have(config.max_connections)
+        if connections < config.max_connections:
+            log.warning("at most %d connections: the process may open no more files (ulimit -n)", connections)
+        config = msgspec.structs.replace(config, max_connections=connections)
         with bind(config.host, config.port) as listening:
-            return uvloop.run(_serve(config, listening))
+            if (warning := check_exposure(config, keys, listening.getsockname()[0])) is not None:
+                log.warning("%s", warning)
+            return uvloop.run(_serve(config, keys, listening, tls, tracer))
     except (BadConfig, BadModel) as error:
         print(f"janus: {error}", file=sys.stderr)
         return 2
+    finally:
+        if tracer is not None:
+            tracer.close()
+        lines.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to that address, before anything slow begins; BadConfig when it cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except socket.gaierror:
-        raise BadConfig(f"--host {host}: no such address; 127.0.0.1 is this machine, 0.0.0.0 every network") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            reason = "is in use by another process; choose another with --port (0 takes any free one)"
-        else:
-            reason = f"cannot be listened on: {os.strerror(error.errno or 0)}"
-        raise BadConfig(f"{host} port {port} {reason}") from None
-
-
-async def _serve(config: ServeConfig, listening: socket.socket) -> int:
+async def _serve(
+    config: ServeConfig, keys: KeyRing, listening: socket.socket, tls: ssl.SSLContext | None, tracer: Tracer | None
+) -> int:
     start_s = time.perf_counter()
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -68,7 +81,9 @@ async def _serve(config: ServeConfig, listening: socket.socket) -> int:
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.http.listen import Listener
 
-    server = await Listener.open(node, listening)
+    server = await Listener.open(config, keys, node, listening, tls, tracer)
+    if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
+        loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, server))
     try:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +95,7 @@ async def _serve(config: ServeConfig, listening: socket.socket) -> int:
             gc.collect()
             gc.freeze()
             await stopped
-            await _drain(config, node)
+            await _drain(config, node, server)
     finally:
         await server.close()
         opening.cancel()
@@ -91,7 +106,8 @@ async def _serve(config: ServeConfig, listening: socket.socket) -> int:
 
 def _url(config: ServeConfig, listening: socket.socket) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{listening.getsockname()[1]}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
 def _on_signal(stop: asyncio.Event) -> None:
@@ -101,21 +117,41 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _drain(config: ServeConfig, node: Node) -> None:
-    """Refuse new requests, let running ones finish for a while, then end the rest with an error event."""
+def _reload_keys(config: ServeConfig, server: Listener) -> None:
+    """SIGHUP: the key file as it is now. One that cannot be used changes nothing."""
+    try:
+        keys = keyring.load(config.keys, config.api_key_file)
+    except BadConfig as error:
+        log.error("the keys stay as they were: %s", error)
+        return
+    server.rekey(keys)
+    log.info("%d keys are in force", len(keys))
+
+
+async def _drain(config: ServeConfig, node: Node, server: Listener) -> None:
+    """Refuse new requests, let those in progress finish for a while, then end the rest with an error.
+
+    In progress is what has reached the gate: a request whose body still arrives, or that is being encoded, is among
+    them, although the node does not know it yet.
+    """
     node.drain("the server is shutting down")
-    if len(node.streams):
-        print(f"janus: finishing {len(node.streams)} requests (Ctrl-C again to stop at once)", file=sys.stderr)
-    deadline = time.monotonic() + config.shutdown_timeout_s
-    while len(node.streams) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    if len(node.streams):
-        log.warning("ending %d requests that did not finish in %.0f s", len(node.streams), config.shutdown_timeout_s)
+    if server.active:
+        print(f"janus: finishing {server.active} requests (Ctrl-C again to stop at once)", file=sys.stderr)
+    await _idle(server, config.shutdown_timeout_s)
+    if server.active:
+        log.warning("ending %d requests that did not finish in %.0f s", server.active, config.shutdown_timeout_s)
         node.end_all()
-        for _ in range(100):
-            if not len(node.streams):
-                break
-            await asyncio.sleep(0.02)
+        await _idle(server, _LAST_WORDS_S)
+        # Left are those that no model runs, and all of them if the device thread is stuck.
+        server.end_all()
+        await _idle(server, _LAST_WORDS_S)
+
+
+async def _idle(server: Listener, limit_s: float) -> None:
+    """Wait until no request is in progress, at most `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while server.active and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
 
 
 def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:

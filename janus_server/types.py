@@ -7,6 +7,7 @@ Pure: imports nothing of ours. What changes over time lives in a named owner els
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -21,12 +22,16 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """In which language a grammar is written; JSON_OBJECT needs no source."""
+    """In which language a grammar is written; JSON_OBJECT needs no source.
+
+    TOOLS is LARK too, but written by the server around schemas of the client's, and may be as large as a schema.
+    """
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    TOOLS = "tools"
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -41,6 +46,13 @@ class Pooling(enum.Enum):
 
     MEAN = "mean"
     LAST = "last"
+
+
+class Fault(enum.Enum):
+    """Why a step has no answer for one row. The words are for the log."""
+
+    NOT_FINITE = "the model's numbers are not finite"
+    GRAMMAR = "the grammar allows no token"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +85,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id is made by the server. stop_ids already contains the model's end tokens unless the client asked to ignore them;
     with min_tokens they are not drawn before that many tokens exist. Stop strings are matched where text is made.
+    shown_ids are control tokens that appear in the text although the others are skipped.
     prompt_logprobs k asks for the log probability of every prompt token but the first, and the k likeliest in its
-    place. With pooling nothing is generated: the request ends with the embedding of its prompt.
+    place. With max_tokens 0 nothing is generated: the request ends where its prompt does, and with pooling it brings
+    the embedding of that prompt.
     """
 
     id: str
@@ -88,6 +102,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
@@ -102,18 +117,37 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What the executor returns for one row that was sampled."""
+    """What the executor returns for one row that was sampled.
 
-    token: int
+    done says that the choice's grammar is complete: with this token, or before it where there is none. With a fault
+    there is no token, and the choice ends in an error.
+    """
+
+    token: int | None
     logprob: TokenLogprob | None = None
+    done: bool = False
+    fault: Fault | None = None
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What the executor returns for one chunk that was read: scores in the order of its targets, or what was pooled.
+
+    sums are what the prompt's next PoolSpec takes, embedding [hidden] comes with the last one.
+    """
+
+    scores: tuple[TokenLogprob, ...] = ()
+    sums: Any = None
+    embedding: tuple[float, ...] | None = None
+    fault: Fault | None = None
 
 
 class Emit(msgspec.Struct, frozen=True):
     """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop.
 
-    A choice's first emit tells how many prompt tokens came from the cache and how long the request waited to start.
-    Only one choice of a request tells of cached tokens: the others start from what that one computed. prompt_logprobs
-    come with choice 0, in order, over as many emits as the prompt took steps; embedding [hidden] comes with the end.
+    The first emit of a choice that brings a token or the end tells how many prompt tokens came from the cache and how
+    long the request waited to start. Only one choice of a request tells of cached tokens: the others start from what
+    that one computed. prompt_logprobs come with choice 0, in order, over as many emits as the prompt took steps;
+    embedding [hidden] comes with the end.
     """
 
     request_id: str
@@ -130,8 +164,9 @@ class Emit(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """News about one choice as the API writes it: text that can no longer change, and the tokens it came from.
 
-    text may lag tokens (held-back UTF-8 and stop strings). After `finish` nothing follows for that index. With finish
-    ERROR, `message` is the fixed text for the client.
+    text may lag tokens (held-back UTF-8 and stop strings). prompt_logprobs come all at once, with the first delta of
+    choice 0. After `finish` nothing follows for that index. With finish
+    ERROR, `message` is the fixed text for the client; with STOP, `stop` is the stop string that ended it, if one did.
     """
 
     index: int
@@ -144,6 +179,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
     message: str | None = None
+    stop: str | None = None
 
 
 class PageKind(enum.Enum):
@@ -164,7 +200,8 @@ class SampleSpec(msgspec.Struct, frozen=True):
 
     position is the index of the token to be drawn, counted from the first generated token (0), choice the index of the
     choice it is drawn for. banned are ids that may not be drawn at this position (stop ids before min_tokens). prompt
-    and output are filled only when the sampling needs history.
+    and output are filled only when the sampling needs history. matcher is the state of the choice's grammar, which the
+    sampler alone looks into and advances.
     """
 
     sampling: Sampling
@@ -173,13 +210,33 @@ class SampleSpec(msgspec.Struct, frozen=True):
     banned: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+    matcher: Any = None
+
+
+class ScoreSpec(msgspec.Struct, frozen=True):
+    """Wanted of a chunk: the log probability of targets[i] after its row first+i, and of the `top` likeliest there."""
+
+    first: int
+    targets: tuple[int, ...]
+    top: int
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    """Wanted of a chunk: the sum of its hidden states from row `first` on, added to `sums` of the chunks before.
+
+    mean_of comes with the last chunk: over so many rows the sums become the embedding.
+    """
+
+    first: int
+    sums: Any = None
+    mean_of: int | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """One sequence's share of a step: compute positions start … start+len(tokens)-1, over `pages`; sample if asked.
 
     pages is the sequence's page table up to the last position of the chunk; page i holds positions
-    i·page_tokens … (i+1)·page_tokens-1.
+    i·page_tokens … (i+1)·page_tokens-1. read is what is wanted of its rows beside the next token.
     """
 
     sequence: int
@@ -187,6 +244,7 @@ class Chunk(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     sample: SampleSpec | None = None
+    read: ScoreSpec | PoolSpec | None = None
 
 
 class PageCopy(msgspec.Struct, frozen=True):
@@ -197,7 +255,10 @@ class PageCopy(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step of one model: what the executor runs. Results come back in the order of chunks that sample."""
+    """One step of one model: what the executor runs.
+
+    What comes back is a Sampled a chunk that samples and a Reading a chunk that is read, both in the order of chunks.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]
@@ -209,7 +270,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What `/v1/models` says of a served model."""
+    """What `/v1/models` says of a served model, and /metrics of its cache.
+
+    kv_pages are those that its KV cache could have at most, of kv_page_tokens tokens each.
+    """
 
     id: str
     created_s: int
@@ -218,10 +282,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     weight_bytes: int
     dtype: str
     family: str
+    kv_page_tokens: int = 0
+    kv_pages: int = 0
+    kv_dtype: str = ""
+    prefix_caching: bool = True
 
 
 class BatcherStats(msgspec.Struct, frozen=True):
-    """A snapshot for gauges; counters only grow."""
+    """A snapshot for gauges; counters only grow. deferred of those waiting wait for their first choice's prompt."""
 
     running: int
     waiting: int
@@ -230,3 +298,29 @@ class BatcherStats(msgspec.Struct, frozen=True):
     prefix_hit_tokens: int
     computed_tokens: int
     sampled_tokens: int
+    deferred: int = 0
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Choices of a model that have not ended, and the age of its oldest request without a first token (0: none)."""
+
+    choices: int = 0
+    oldest_s: float = 0.0
+
+
+class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One API call in numbers, for logs and traces; nothing that a client wrote.
+
+    Seconds count from its arrival: queue_s to the first step, ttft_s to the first token, last_s to the last one. None
+    where it did not come so far. ends are the reasons why its choices ended, each once.
+    """
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    last_s: float | None
+    total_s: float
+    ends: tuple[str, ...]

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, inspect
 
+from janus_server.api.tool_bodies import TOOL_WORDS, NamedChoice, Tool, ToolCall
+
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -29,26 +31,43 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds on one request; beyond them it is refused before it costs anything.
 
     total_tokens bounds n · prompts · max_tokens of one call. logprobs is 20 in both APIs, although OpenAI's completions
-    stop at 5. stall_s is how long a reader may leave a full socket before its request is cancelled. Text longer than
-    inline_chars is encoded on a thread of its own (2048 characters take about 0.5 ms); text longer than hopeless_chars
-    is first checked against what the context could hold.
+    stop at 5; scores bounds the log probabilities that one call may have written of its prompts (1 + logprobs a token
+    and choice), embedding_values the numbers of all its embeddings. stall_s is how long a reader may leave a full
+    socket before its request is cancelled. Text longer than inline_chars is encoded on a thread of its own (2048
+    characters take about 0.5 ms); text longer than hopeless_chars is first checked against what the context could hold.
+    bodies_bytes is what all bodies being read may hold together, request_s the time from arrival to the end of an
+    answer (None: any).
     """
 
     body_bytes: int = 4 << 20
     body_s: float = 60.0
+    bodies_bytes: int = 256 << 20
+    connections: int = 4096
+    headers_s: float = 20.0
+    idle_s: float = 75.0
+    request_s: float | None = None
     header_line_bytes: int = 16 * 1024
     headers: int = 128
     n: int = 128
     prompts: int = 1024
     choices: int = 2048
     messages: int = 4096
+    tools: int = 128
+    tool_bytes: int = 256 * 1024
+    tool_depth: int = 64
     stops: int = 16
     stop_chars: int = 1024
     stop_ids: int = 256
     logit_bias: int = 1024
     logprobs: int = 20
+    scores: int = 1 << 20
+    inputs: int = 2048
+    embedding_values: int = 1 << 22
     total_tokens: int = 4 * 1024 * 1024
     keep_alive_s: float = 15.0
+    grammar_bytes: int = 64 * 1024
+    grammar_choices: int = 1024
+    schema_depth: int = 64
     stall_s: float = 60.0
     inline_chars: int = 2048
     hopeless_chars: int = 1 << 16
@@ -72,7 +91,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -103,12 +122,12 @@ class CommonBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: NotYet = None
-    guided_json: NotYet = None
-    guided_regex: NotYet = None
-    guided_choice: NotYet = None
-    guided_grammar: NotYet = None
-    grammar: NotYet = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
     prompt_logprobs: NotYet = None
     bad_words: NotYet = None
     allowed_token_ids: NotYet = None
@@ -122,11 +141,16 @@ class ChatBody(CommonBody, kw_only=True):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: Natural | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     functions: NotYet = None
+    function_call: NotYet = None
     chat_template: NotYet = None
     continue_final_message: NotYet = None
     documents: NotYet = None
@@ -136,6 +160,7 @@ class ChatBody(CommonBody, kw_only=True):
 
 class CompletionBody(CommonBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    max_tokens: Natural | None = None
     logprobs: Natural | None = None
     echo: bool | None = None
     best_of: Positive | None = None
@@ -164,7 +189,7 @@ def _in_words(kind: inspect.Type) -> str | None:
     return f"{noun} of at least {kind.ge:g}" if kind.le is None else f"{noun} from {kind.ge:g} to {kind.le:g}"
 
 
-def _plain_fields(shape: type[msgspec.Struct], path: str = "") -> dict[str, str]:
+def plain_fields(shape: type[msgspec.Struct], path: str = "") -> dict[str, str]:
     """The words for the plain fields of a record that stands at `path`, by the path of each."""
     words = {field.name: _in_words(inspect.type_info(field.type)) for field in msgspec.structs.fields(shape)}
     return {path + name: text for name, text in words.items() if text is not None}
@@ -175,11 +200,11 @@ UNSUPPORTED_COMPLETION = unsupported(CompletionBody)
 
 # What each field may hold, by its path with the indices left out: the second half of "<path> must be …".
 ALLOWED: Mapping[str, str] = types.MappingProxyType({
-    **_plain_fields(ChatBody),
-    **_plain_fields(CompletionBody),
-    **_plain_fields(StreamOptions, "stream_options."),
-    **_plain_fields(Message, "messages[]."),
-    **_plain_fields(ContentPart, "messages[].content[]."),
+    **plain_fields(ChatBody),
+    **plain_fields(CompletionBody),
+    **plain_fields(StreamOptions, "stream_options."),
+    **plain_fields(Message, "messages[]."),
+    **plain_fields(ContentPart, "messages[].content[]."),
     "model": f"the name of a served model, a string of 1 to {NAME_CHARS} characters",
     "messages": "a list of at least one message, each an object with 'role' and 'content'",
     "messages[]": "an object with 'role' and 'content'",
@@ -187,18 +212,21 @@ ALLOWED: Mapping[str, str] = types.MappingProxyType({
     "messages[].content": "a string, null, or a list of parts such as {\"type\": \"text\", \"text\": \"…\"}",
     "messages[].content[]": "an object such as {\"type\": \"text\", \"text\": \"…\"}",
     "messages[].content[].type": "a string such as \"text\"",
-    "messages[].tool_calls": "a list of objects",
     "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty",
     "top_k": "a whole number of at least 0, or -1 for all",
     "seed": "a whole number that fits in 64 bits, signed",
-    "best_of": "a whole number equal to n",
+    "max_tokens": "a whole number of at least 1, or 0 in completions with echo",
+    "best_of": "a whole number, n or more",
     "stop": "a string or a list of strings",
     "stop_token_ids": "a list of token ids",
     "logit_bias": f"an object from token id to a number from {-MOST_BIAS:g} to {MOST_BIAS:g}",
     "logprobs": "true or false in chat, a whole number of at least 0 in completions",
     "stream_options": "an object with include_usage and continuous_usage_stats",
     "chat_template_kwargs": "an object",
-    "tools": "a list",
-    "tool_choice": "a string or an object",
+    **TOOL_WORDS,
+    "reasoning_effort": "one of none, minimal, low, medium, high, xhigh, max",
     "response_format": "an object with 'type'",
+    "structured_outputs": "an object with one of json, json_object, regex, choice, grammar",
+    "guided_json": "a JSON schema, as an object or as text",
+    "guided_choice": "a list of strings",
 })  # fmt: skip

@@ -16,42 +16,57 @@ import msgspec
 
 from janus_server.api import bodies
 from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server.api.tools import check_tools
 from janus_server.errors import Refused
 
 # Names are looked for only in bodies up to this size: a body of nothing but names would cost 25 times its bytes.
 SEARCHED_BYTES = 1 << 18
 
-Body = TypeVar("Body", bound=CommonBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse_chat(raw: bytes, limits: Limits) -> ChatBody:
     """The body of /v1/chat/completions, its fields in range; what depends on the model is checked by `plan_chat`."""
-    body = _decode(raw, ChatBody)
+    body = decode(raw, ChatBody)
+    check_chat(body, limits)
+    return body
+
+
+def chat_of(fields: Mapping[str, Any], limits: Limits) -> ChatBody:
+    """The chat body that another API's body was translated to, checked like a client's own."""
+    try:
+        body = msgspec.convert(fields, ChatBody)
+    except msgspec.ValidationError as error:
+        _refuse_field(str(error), bodies.ALLOWED)
+    check_chat(body, limits)
+    return body
+
+
+def check_chat(body: ChatBody, limits: Limits) -> None:
+    """Refuse a chat body whose fields are out of range, or do not go together."""
     _check_common(body, limits, bodies.UNSUPPORTED_CHAT)
     need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
-    if body.tools and body.tool_choice != "none":
-        raise _not_yet("tools")
+    check_tools(body, limits)
     need(body.add_special_tokens is not True, "add_special_tokens", "false in chat: the template writes them")
     if body.top_logprobs:
         need(body.logprobs is True, "top_logprobs", "left out unless logprobs is true")
         need(body.top_logprobs <= limits.logprobs, "top_logprobs", f"from 0 to {limits.logprobs}")
-    return body
 
 
 def parse_completion(raw: bytes, limits: Limits) -> CompletionBody:
     """The body of /v1/completions, its fields in range; what depends on the model is checked by `plan_completion`."""
-    body = _decode(raw, CompletionBody)
+    body = decode(raw, CompletionBody)
     _check_common(body, limits, bodies.UNSUPPORTED_COMPLETION)
-    need(body.best_of is None or body.best_of == (body.n or 1), "best_of", "equal to n")
-    if body.logprobs is not None:
-        need(body.logprobs <= limits.logprobs, "logprobs", f"from 0 to {limits.logprobs}")
-        if body.echo:
-            raise _not_yet("echo", "together with logprobs")
+    n = body.n or 1
+    made = n if body.best_of is None else body.best_of
+    need(n <= made <= limits.n, "best_of", f"from n to {limits.n}")
+    need(made == n or not body.stream, "best_of", "equal to n in a stream: which choices are best shows at the end")
+    need(body.logprobs is None or body.logprobs <= limits.logprobs, "logprobs", f"from 0 to {limits.logprobs}")
+    need(body.max_tokens != 0 or body.echo is True, "max_tokens", "at least 1 without echo")
     prompts = len(prompts_of(body))
     need(prompts <= limits.prompts, "prompt", f"at most {limits.prompts} prompts in one call")
-    need(
-        prompts * (body.n or 1) <= limits.choices, "n", f"at most {limits.choices} choices over all prompts of one call"
-    )
+    param = "n" if made == n else "best_of"
+    need(prompts * made <= limits.choices, param, f"at most {limits.choices} choices over all prompts of one call")
     return body
 
 
@@ -87,7 +102,7 @@ def content_chars(message: Mapping[str, Any]) -> int:
     return sum(len(part.get("text") or "") for part in content or ())
 
 
-def ignored_fields(raw: bytes, shape: type[CommonBody]) -> tuple[str, ...]:
+def ignored_fields(raw: bytes, shape: type[msgspec.Struct]) -> tuple[str, ...]:
     """Names in a body that parsed as `shape` which nothing here reads, in their order."""
     if len(raw) > SEARCHED_BYTES:
         return ()
@@ -98,18 +113,19 @@ def ignored_fields(raw: bytes, shape: type[CommonBody]) -> tuple[str, ...]:
 # Decoding
 
 
-def _decode(raw: bytes, shape: type[Body]) -> Body:
+def decode(raw: bytes, shape: type[Body], allowed: Mapping[str, str] = bodies.ALLOWED) -> Body:
+    """A body of that shape. `allowed` says what each field may hold, by its path: see `bodies.ALLOWED`."""
     try:
         return msgspec.json.decode(raw, type=shape)
     except msgspec.ValidationError as error:
-        _refuse_field(str(error))
+        _refuse_field(str(error), allowed)
     except msgspec.DecodeError as error:
         _refuse_json(raw, str(error))
     except RecursionError:
         raise Refused("the body is nested too deeply", code="invalid_json") from None
 
 
-def _refuse_field(text: str) -> NoReturn:
+def _refuse_field(text: str, allowed: Mapping[str, str]) -> NoReturn:
     """Turn msgspec's "Expected `int`, got `str` - at `$.a[0]`" into a refusal that says what is allowed there."""
     missing = re.search(r"missing required field `([^`]+)`", text)
     found = re.search(r"`\$\.?([^`]*)`$", text)
@@ -119,13 +135,13 @@ def _refuse_field(text: str) -> NoReturn:
     if not path:
         raise Refused("the body must be a JSON object", code="invalid_json")
     general = re.sub(r"\[\d+\]", "[]", path)
-    while general and general not in bodies.ALLOWED:
+    while general and general not in allowed:
         general = general[:-2] if general.endswith("[]") else general.rpartition(".")[0]
-    allowed = bodies.ALLOWED.get(general, "of another type")
+    words = allowed.get(general, "of another type")
     # An element of a list is described by its list when it has no words of its own.
     shown = path if general == re.sub(r"\[\d+\]", "[]", path) else re.split(r"[.\[]", path)[0]
     verb = "is required and must be" if missing else "must be"
-    raise Refused(f"{shown} {verb} {allowed}", param=path, code="missing_field" if missing else "invalid_value")
+    raise Refused(f"{shown} {verb} {words}", param=path, code="missing_field" if missing else "invalid_value")
 
 
 def _refuse_json(raw: bytes, text: str) -> NoReturn:
@@ -180,8 +196,6 @@ def _check_common(body: CommonBody, limits: Limits, unsupported: Sequence[str]) 
         # 0 is a request for some of these (prompt_logprobs); false, null and empty are how clients say "no".
         if not (value is None or value is False or value == "" or value == [] or value == {}):
             raise _not_yet(name)
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _not_yet("response_format", "other than {\"type\": \"text\"}")  # fmt: skip
     need(body.n is None or body.n <= limits.n, "n", f"from 1 to {limits.n}")
     stops = stops_of(body)
     need(len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings")

@@ -16,7 +16,10 @@ import msgspec
 
 from janus_server import types
 from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server.api.dialect import Dialect
 from janus_server.api.parse import need, prompts_of, stops_of
+from janus_server.api.speech import Style
+from janus_server.api.structured import field_of, grammar_of
 from janus_server.errors import Refused
 
 # A temperature below this would only weigh logits against each other that lie within the noise of a float32 sum. vLLM
@@ -27,16 +30,23 @@ GREEDY_BELOW = 1e-5
 class Kind(enum.Enum):
     CHAT = "chat"
     COMPLETION = "completion"
+    EMBEDDING = "embedding"
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What validation must know of the served model. context_tokens covers prompt and answer; ids are below vocab."""
+    """What validation must know of the served model. context_tokens covers prompt and answer; ids are below vocab.
+
+    hidden is the length of an embedding, pooling how it is made where a client does not say.
+    """
 
     model: str
     context_tokens: int
     vocab: int
     eos_ids: tuple[int, ...]
     defaults: types.Sampling
+    dialect: Dialect = Dialect()
+    hidden: int = 0
+    pooling: types.Pooling = types.Pooling.MEAN
 
 
 class Label(msgspec.Struct, frozen=True):
@@ -51,7 +61,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One validated API call: a `Request` per prompt, n choices each, and how the answer is to be written.
 
     Choice j of prompt i has index i·n+j. echo holds the text to put before the choices of each prompt, "" for none; the
-    shell fills it in, since the ids of a prompt may be turned into text only once they are known to be in range.
+    shell fills it in, since the ids of a prompt may be turned into text only once they are known to be in range. style
+    says how the text of each choice is cut into pieces. Of a prompt's n choices the `best` likeliest are shown, where
+    that is set, and numbered by rank. grammar_from is the field of the body that asked for the requests' grammar.
     """
 
     kind: Kind
@@ -64,10 +76,18 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     logprobs: bool
     echo: tuple[str, ...]
+    style: Style = Style()
+    best: int | None = None
+    grammar_from: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(r.prompt) for r in self.requests)
+
+    @property
+    def wordy(self) -> bool:
+        """Whether its answer may take seconds to write: 128 choices with 20 log probabilities a token, or vectors."""
+        return self.logprobs or self.kind is Kind.EMBEDDING
 
 
 def plan_chat(body: ChatBody, prompt: Sequence[int], target: Target, limits: Limits, label: Label) -> Call:
@@ -79,8 +99,26 @@ def plan_chat(body: ChatBody, prompt: Sequence[int], target: Target, limits: Lim
 def plan_completion(
     body: CompletionBody, prompts: Sequence[Sequence[int]], target: Target, limits: Limits, label: Label
 ) -> Call:
-    """The call that answers a completion body; prompts are in the order of `prompts_of`. Its echo is still empty."""
-    return _plan(Kind.COMPLETION, body, prompts, _id_lists(body), body.logprobs, target, limits, label)
+    """The call that answers a completion body; prompts are in the order of `prompts_of`. Its echo is still empty.
+
+    With echo and logprobs the prompts are scored; with best_of above n more choices are made than shown, and the log
+    probabilities that rank them are computed though nobody asked to see them.
+    """
+    shown, made = body.n or 1, body.best_of or body.n or 1
+    logprobs = 0 if made > shown and body.logprobs is None else body.logprobs
+    ids, wider = _id_lists(body), msgspec.structs.replace(body, n=made)
+    call = _plan(Kind.COMPLETION, wider, prompts, ids, logprobs, target, limits, label)
+    scored = body.logprobs if body.echo else None
+    if scored is not None:
+        written = call.prompt_tokens * shown * (1 + scored)
+        need(written <= limits.scores, "logprobs", f"left out with a prompt so long: with echo {written} log "
+             f"probabilities of prompt tokens would be written, and {limits.scores} is the most")  # fmt: skip
+    return msgspec.structs.replace(
+        call,
+        requests=tuple(msgspec.structs.replace(request, prompt_logprobs=scored) for request in call.requests),
+        logprobs=body.logprobs is not None,
+        best=shown if made > shown else None,
+    )
 
 
 def refuse_hopeless(chars: int, longest_token_chars: int, target: Target, param: str) -> None:
@@ -93,7 +131,7 @@ def refuse_hopeless(chars: int, longest_token_chars: int, target: Target, param:
         )
 
 
-def _check_ids(ids: Sequence[int], vocab: int, name: str, param: str) -> None:
+def check_ids(ids: Sequence[int], vocab: int, name: str, param: str) -> None:
     """Refuse ids outside the vocabulary, naming the first one's place. `name` is the path of their list in the body; ""
     says that they are no list of the client's but what a text was cut into.
     """
@@ -131,11 +169,12 @@ def _plan(
     n = body.n or 1
     sampling = _sampling(body, target, logprobs)
     stop_ids = _stop_ids(body, target)
+    grammar = grammar_of(body, limits)
     budget = limits.total_tokens // (n * len(prompts))
     requests = []
     for i, (prompt, id_list) in enumerate(zip(prompts, id_lists, strict=True)):
         max_tokens = _max_tokens(kind, body, len(prompt), target.context_tokens, budget)
-        _check_ids(prompt, target.vocab, id_list, "messages" if kind is Kind.CHAT else "prompt")
+        check_ids(prompt, target.vocab, id_list, "messages" if kind is Kind.CHAT else "prompt")
         need((body.min_tokens or 0) <= max_tokens, "min_tokens", "at most max_tokens")
         seed = _prompt_seed(label, i) if body.seed is None else body.seed
         requests.append(
@@ -151,6 +190,7 @@ def _plan(
                 stop=stops_of(body),
                 include_stop=body.include_stop_str_in_output is True,
                 skip_special_tokens=body.skip_special_tokens is not False,
+                grammar=grammar,
             )
         )
     options = body.stream_options
@@ -165,6 +205,7 @@ def _plan(
         continuous_usage=options is not None and options.continuous_usage_stats is True,
         logprobs=logprobs is not None,
         echo=("",) * len(prompts),
+        grammar_from=field_of(body),
     )
 
 
@@ -176,7 +217,7 @@ def _prompt_seed(label: Label, prompt: int) -> int:
 
 def _stop_ids(body: CommonBody, target: Target) -> tuple[int, ...]:
     given = body.stop_token_ids or []
-    _check_ids(given, target.vocab, "stop_token_ids", "stop_token_ids")
+    check_ids(given, target.vocab, "stop_token_ids", "stop_token_ids")
     stop_ids = {*given, *(() if body.ignore_eos else target.eos_ids)}
     need(
         not body.min_tokens or len(stop_ids) < target.vocab, "stop_token_ids",
@@ -215,14 +256,14 @@ def _max_tokens(kind: Kind, body: CommonBody, prompt: int, context: int, budget:
     """How many tokens may be made for a prompt of `prompt` tokens; `budget` is a choice's share of the call's total."""
     need(prompt > 0, "messages" if kind is Kind.CHAT else "prompt", "at least one token long")
     room = context - prompt
-    if room < 1:
+    asked = _given(body.max_completion_tokens, body.max_tokens)
+    if room < (0 if asked == 0 else 1):
         raise Refused(
             f"the prompt has {prompt} tokens, but the model's context of {context} tokens must hold it and an answer",
             param="messages" if kind is Kind.CHAT else "prompt",
             code="context_length_exceeded",
         )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    asked = _given(body.max_completion_tokens, body.max_tokens)
     if asked is None:
         return min(room, budget) if kind is Kind.CHAT else min(room, budget, 16)
     if asked > room:

@@ -1,8 +1,9 @@
-"""From `types.Delta`s to the bytes a client reads: whole answers and stream events, chat and completions.
+"""From `types.Delta`s to the bytes a client reads: the answers of completions, and what all answers share.
 
-Pure. `http` feeds the deltas of a `Call` in the order they came, and sends what it gets back. A stream event is written
-around pieces that are encoded once per call, so that a token costs a few microseconds; whole answers are plain dicts.
-No float that JSON cannot hold leaves this file, and a choice ends only with "stop" or "length".
+Pure. `http` feeds the deltas of a `Call` in the order they came, and sends what it gets back; chat has `chat_reply`. A
+stream event is written around pieces that are encoded once per call, so that a token costs a few microseconds; whole
+answers are plain dicts. No float that JSON cannot hold leaves this file, and no choice ends in a word that is not
+OpenAI's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from janus_server import types
-from janus_server.api.plan import Call, Kind
+from janus_server.api.plan import Call
 from janus_server.errors import Refused, require
 from janus_server.tokens.detokenize import Detokenizer
 
@@ -25,11 +26,15 @@ UNLIKELY = -9999.0  # what OpenAI writes for a probability too small to say
 
 
 class Tally:
-    """Token counts of one call: prompt tokens once, all choices summed, cached tokens once per prompt."""
+    """Token counts of one call: prompt tokens once, all choices summed, cached tokens once per prompt.
+
+    reasoning counts those that were drawn inside a thought; None where nobody looks.
+    """
 
     def __init__(self, call: Call) -> None:
         self.prompt = call.prompt_tokens
         self.completion = 0
+        self.reasoning: int | None = 0 if call.style.reasoning else None
         self._cached = [0] * len(call.requests)
 
     def add(self, prompt: int, delta: types.Delta) -> None:
@@ -38,125 +43,148 @@ class Tally:
             self._cached[prompt] = delta.cached_tokens
 
     def usage(self) -> dict[str, Any]:
+        thoughts = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            **thoughts,
         }
 
 
 class StreamReply:
-    """The events of one streamed call. The role comes with a choice's first event, never before there is a token."""
+    """The events of one streamed completion call."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
-        chat = call.kind is Kind.CHAT
         self._call = call
-        self._chat = chat
         self._tally = Tally(call)
-        choices = range(_choices(call))
+        choices = range(choices_of(call))
         self._writers = [_LogprobWriter(call, i // call.n, tokenizer) for i in choices] if call.logprobs else []
-        self._opened = [False] * _choices(call)
-        head = {
-            "id": call.label.id,
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": call.label.created_s,
-            "model": call.model,
-        }
-        self._head = b"data: " + _json(head)[:-1] + b',"choices":['
-        self._tail = b',"usage":null}\n\n' if call.include_usage and not call.continuous_usage else b"}\n\n"
+        self._opened = [False] * choices_of(call)
+        self._scored: list[dict[str, list[Any]]] = [{}] * len(call.requests)
+        self._frame = Frame(call, "text_completion", self._tally)
 
     def events(self, prompt: int, delta: types.Delta) -> bytes:
-        """The events for one delta of prompt `prompt`: one, or in chat a second one for the end of a choice."""
+        """The event for one delta of prompt `prompt`. An echoed prompt and its scores come with a choice's first."""
         index = prompt * self._call.n + delta.index
         self._tally.add(prompt, delta)
         logprobs = b"null"
-        if self._call.logprobs and delta.logprobs:
-            logprobs = _json(self._writers[index].entries(delta.logprobs))
-        reason = b"null" if delta.finish is None else b'"' + _reason(delta.finish).encode() + b'"'
-        if not self._chat:
-            text = delta.text if self._opened[index] else self._call.echo[prompt] + delta.text
-            self._opened[index] = True
-            return self._event(index, b'"text":' + _text(text), logprobs, reason)
-        if delta.finish is None:
-            return self._event(index, self._chat_delta(index, delta.text), logprobs, reason)
-        if not delta.text and self._opened[index]:
-            return self._event(index, b'"delta":{}', logprobs, reason)
-        return self._event(index, self._chat_delta(index, delta.text), logprobs, b"null") + self._event(
-            index, b'"delta":{}', b"null", reason
-        )
+        first = not self._opened[index]
+        if self._call.logprobs and first and self._call.requests[prompt].prompt_logprobs is not None:
+            writer = self._writers[index]
+            if not self._scored[prompt]:
+                self._scored[prompt] = writer.prompt_entries(delta.prompt_logprobs)
+            logprobs = json_bytes(_joined(self._scored[prompt], writer.entries(delta.logprobs)))
+        elif self._call.logprobs and delta.logprobs:
+            logprobs = json_bytes(self._writers[index].entries(delta.logprobs))
+        reason = b"null" if delta.finish is None else b'"' + reason_of(delta.finish).encode() + b'"'
+        text = self._call.echo[prompt] + delta.text if first else delta.text
+        self._opened[index] = True
+        return self._frame.event(index, b'"text":' + json_bytes(text), logprobs, reason)
 
     def end(self) -> bytes:
         """The last events: the usage when it was asked for, then [DONE]."""
-        if not self._call.include_usage:
-            return DONE
-        return self._head + b'],"usage":' + _json(self._tally.usage()) + b"}\n\n" + DONE
+        return self._frame.end()
 
     def error(self, refused: Refused) -> bytes:
         """The events that end a stream which cannot go on; [DONE] follows for clients that know no errors."""
-        return b"data: " + _json(error_body(refused)) + b"\n\n" + DONE
+        return self._frame.error(refused)
 
-    def _chat_delta(self, index: int, text: str) -> bytes:
-        if self._opened[index]:
-            return b'"delta":{"content":' + _text(text) + b"}"
-        self._opened[index] = True
-        return b'"delta":{"role":"assistant","content":' + _text(text) + b"}"
 
-    def _event(self, index: int, piece: bytes, logprobs: bytes, reason: bytes) -> bytes:
+class Frame:
+    """What surrounds each event of one stream: the same for all of them but for the usage, where that is asked for."""
+
+    def __init__(self, call: Call, kind: str, tally: Tally) -> None:
+        head = {"id": call.label.id, "object": kind, "created": call.label.created_s, "model": call.model}
+        self._head = b"data: " + json_bytes(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if call.include_usage and not call.continuous_usage else b"}\n\n"
+        self._tally = tally
+        self._include_usage = call.include_usage
+        self._continuous_usage = call.continuous_usage
+
+    def event(self, index: int, piece: bytes, logprobs: bytes, reason: bytes) -> bytes:
         tail = self._tail
-        if self._call.continuous_usage:
-            tail = b',"usage":' + _json(self._tally.usage()) + b"}\n\n"
+        if self._continuous_usage:
+            tail = b',"usage":' + json_bytes(self._tally.usage()) + b"}\n\n"
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
             self._head, index, piece, logprobs, reason, tail
         )  # fmt: skip
 
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + json_bytes(self._tally.usage()) + b"}\n\n" + DONE
+
+    def error(self, refused: Refused) -> bytes:
+        return b"data: " + json_bytes(error_body(refused)) + b"\n\n" + DONE
+
 
 class WholeReply:
-    """The answer of one call that is not streamed, gathered delta by delta."""
+    """The answer of one completion call that is not streamed, gathered delta by delta.
+
+    Where more choices were made than are shown, the ones with the highest mean log probability a token are.
+    """
 
     def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._tally = Tally(call)
-        self._texts: list[list[str]] = [[] for _ in range(_choices(call))]
-        self._logprobs: list[list[types.TokenLogprob]] = [[] for _ in range(_choices(call))]
-        self._finish: list[types.FinishReason | None] = [None] * _choices(call)
+        self._texts: list[list[str]] = [[] for _ in range(choices_of(call))]
+        self._logprobs: list[list[types.TokenLogprob]] = [[] for _ in range(choices_of(call))]
+        self._finish: list[types.FinishReason | None] = [None] * choices_of(call)
+        self._scores: list[tuple[types.TokenLogprob, ...]] = [()] * len(call.requests)
 
     def add(self, prompt: int, delta: types.Delta) -> None:
         index = prompt * self._call.n + delta.index
         self._tally.add(prompt, delta)
         self._texts[index].append(delta.text)
         self._logprobs[index].extend(delta.logprobs)
+        self._scores[prompt] += delta.prompt_logprobs
         if delta.finish is not None:
             self._finish[index] = delta.finish
 
     def body(self) -> bytes:
         """The JSON body; every choice must have ended."""
         call = self._call
-        return _json(
+        return json_bytes(
             {
                 "id": call.label.id,
-                "object": "chat.completion" if call.kind is Kind.CHAT else "text_completion",
+                "object": "text_completion",
                 "created": call.label.created_s,
                 "model": call.model,
-                "choices": [self._choice(i) for i in range(_choices(call))],
+                "choices": [self._choice(number, index) for number, index in enumerate(self._shown())],
                 "usage": self._tally.usage(),
             }
         )
 
-    def _choice(self, index: int) -> dict[str, Any]:
-        call = self._call
+    def _shown(self) -> list[int]:
+        """The choices that are shown, in the order in which they are."""
+        shown: list[int] = []
+        for prompt in range(len(self._call.requests)):
+            choices = range(prompt * self._call.n, (prompt + 1) * self._call.n)
+            ranked = choices if self._call.best is None else sorted(choices, key=self._likelihood, reverse=True)
+            shown += ranked[: self._call.best]
+        return shown
+
+    def _likelihood(self, index: int) -> float:
+        """The mean log probability of a choice's tokens; 0, a certainty, where it has none."""
+        values = [finite(entry.logprob) for entry in self._logprobs[index]]
+        return sum(values) / len(values) if values else 0.0
+
+    def _choice(self, number: int, index: int) -> dict[str, Any]:
+        call, prompt = self._call, index // self._call.n
         finish = self._finish[index]
         require(finish is not None, "a choice is written before it ended")
         text = "".join(self._texts[index])
-        echo = call.echo[index // call.n]
         logprobs = None
         if call.logprobs:
-            logprobs = _LogprobWriter(call, index // call.n, self._tokenizer).entries(self._logprobs[index])
-        end = {"logprobs": logprobs, "finish_reason": _reason(finish)}
-        if call.kind is Kind.CHAT:
-            return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **end}
-        return {"index": index, "text": echo + text, **end}
+            writer = _LogprobWriter(call, prompt, self._tokenizer)
+            logprobs = writer.entries(self._logprobs[index])
+            if call.requests[prompt].prompt_logprobs is not None:
+                logprobs = _joined(writer.prompt_entries(self._scores[prompt]), logprobs)
+        text = call.echo[prompt] + text
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason_of(finish)}
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
@@ -196,51 +224,52 @@ def model_entry(card: types.ModelCard) -> dict[str, Any]:
 
 
 class _LogprobWriter:
-    """Log probabilities of one choice in the shape of its API; remembers where the text of the next token starts.
+    """Log probabilities of one choice; remembers where the text of the next token starts.
 
     Offsets count the text that the client sees: a token that is not shown, and the space that a text loses at its
-    start, take no room in it.
+    start, take no room in it. An echoed prompt is the text of its tokens then, so that its offsets lead into it.
     """
 
     def __init__(self, call: Call, prompt: int, tokenizer: Tokenizer) -> None:
-        request = call.requests[prompt]
-        self._chat = call.kind is Kind.CHAT
+        request = self._request = call.requests[prompt]
         self._tokenizer = tokenizer
         self._offset = len(call.echo[prompt])
         self._shown = Detokenizer(tokenizer, request.skip_special_tokens, request.prompt)
 
-    def entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
-        return self._chat_entries(logprobs) if self._chat else self._completion_entries(logprobs)
-
-    def _chat_entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
-        content = []
-        for entry in logprobs:
-            top = [self._chat_token(token, value) for token, value in entry.top]
-            content.append({**self._chat_token(entry.token, entry.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _chat_token(self, token: int, value: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        return {"token": self._tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(raw)}
-
-    def _completion_entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, Any]:
-        tops = []
+    def entries(self, logprobs: Sequence[types.TokenLogprob]) -> dict[str, list[Any]]:
         offsets = []
         for entry in logprobs:
             offsets.append(self._offset)
             self._offset += len(self._shown.push(entry.token))
-            top: dict[str, float] = {}
-            for token, value in _with_chosen(entry):
-                name = self._name(token)
-                # Two ids may spell the same text; a map that lost one of them could lose the likeliest.
-                top[name if name not in top else f"token_id:{token}"] = _finite(value)
-            tops.append(top)
         return {
             "tokens": [self._name(entry.token) for entry in logprobs],
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": tops,
+            "token_logprobs": [finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [self._top(entry) for entry in logprobs],
             "text_offset": offsets,
         }
+
+    def prompt_entries(self, scores: Sequence[types.TokenLogprob]) -> dict[str, list[Any]]:
+        """The prompt's own tokens, as the model saw them: nothing says how likely the first one was."""
+        prompt, offset, offsets = self._request.prompt, 0, []
+        require(len(scores) == len(prompt) - 1, "a prompt is written before it was scored")
+        shown = Detokenizer(self._tokenizer, self._request.skip_special_tokens)
+        for token in prompt:
+            offsets.append(offset)
+            offset += len(shown.push(token))
+        return {
+            "tokens": [self._name(token) for token in prompt],
+            "token_logprobs": [None, *(finite(entry.logprob) for entry in scores)],
+            "top_logprobs": [None, *(self._top(entry) for entry in scores)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: types.TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in _with_chosen(entry):
+            name = self._name(token)
+            # Two ids may spell the same text; a map that lost one of them could lose the likeliest.
+            top[name if name not in top else f"token_id:{token}"] = finite(value)
+        return top
 
     def _name(self, token: int) -> str:
         """A token as text, or OpenAI's "bytes:\\xNN" form when it holds only part of a character."""
@@ -250,6 +279,10 @@ class _LogprobWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return self._tokenizer.token_text(token)
+
+
+def _joined(first: dict[str, list[Any]], then: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {key: [*values, *then[key]] for key, values in first.items()}
 
 
 def _with_chosen(entry: types.TokenLogprob) -> Sequence[tuple[int, float]]:
@@ -262,27 +295,23 @@ def _with_chosen(entry: types.TokenLogprob) -> Sequence[tuple[int, float]]:
     return (*entry.top, (entry.token, entry.logprob))
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
     return value if value > UNLIKELY else UNLIKELY  # NaN compares false, and is as unlikely
 
 
-def _reason(finish: types.FinishReason | None) -> str:
+def reason_of(finish: types.FinishReason | None) -> str:
     require(finish in (types.FinishReason.STOP, types.FinishReason.LENGTH), "an abnormal end reached the answer")
     return "stop" if finish is types.FinishReason.STOP else "length"
 
 
-def _choices(call: Call) -> int:
+def choices_of(call: Call) -> int:
     return call.n * len(call.requests)
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
-def _text(text: str) -> bytes:
-    """A JSON string. Separators that some line readers take for a line end are escaped, so no event is ever cut."""
-    encoded = msgspec.json.encode(text)
-    if text.isascii():
+def json_bytes(value: Any) -> bytes:
+    """JSON. Separators that some line readers take for a line end are escaped, so no event is ever cut."""
+    encoded = msgspec.json.encode(value)
+    if encoded.isascii():
         return encoded
     for raw, escaped in ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")):
         encoded = encoded.replace(raw, escaped)

@@ -2,7 +2,7 @@
 
 `build_app` makes it. It must be served by `edge.build_runner`, whose cancellation on disconnect is what ends a
 request when its client has left, in the queue, in prefill and in decode. A handler raises `Refused`; how that looks to
-the client is `edge`'s business.
+the client is `edge`'s business. What a route is for stands beside its registration: /openapi.json is made of that.
 """
 
 from __future__ import annotations
@@ -11,37 +11,135 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from janus_server.admission import Admission
+from janus_server.api import answers, bodies, embeddings, messages, responses, tokenize
 from janus_server.api.bodies import Limits
+from janus_server.api.openapi import About, Access
+from janus_server.http.admit import Door
+from janus_server.http.docs import Docs
 from janus_server.http.edge import Guard, stamp
+from janus_server.http.embed import Embed
 from janus_server.http.generate import Generate
+from janus_server.http.routes import Routes
 from janus_server.http.service import Service
 from janus_server.http.status import Status
+from janus_server.http.tokenize import Tokenize
+from janus_server.http.translate import Translate
 from janus_server.metrics import Metrics
 
 if TYPE_CHECKING:
     from janus_server.node import Node
 
 
-def build_app(node: Node, *, metrics: Metrics, limits: Limits) -> web.Application:
+def build_app(node: Node, *, metrics: Metrics, limits: Limits, admission: Admission) -> web.Application:
     """The application with all its routes; serve it with `edge.build_runner`."""
-    service = Service(node, metrics, limits)
+    service = Service(node, metrics, limits, Door(admission, metrics, limits.request_s))
     app = web.Application(middlewares=[Guard(metrics).guard], client_max_size=limits.body_bytes)
-    _add_status(app.router, Status(service))
-    _add_generate(app.router, Generate(service))
+    routes = Routes(app.router)
+    _add_status(routes, Status(service))
+    generate = Generate(service)
+    _add_generate(routes, generate)
+    _add_embed(routes, Embed(service, generate))
+    _add_translate(routes, Translate(service, generate))
+    _add_tokenize(routes, Tokenize(service))
+    _add_docs(routes, Docs(service, routes.operations))
     app.on_response_prepare.append(stamp)
     app.cleanup_ctx.append(service.threads)
     return app
 
 
-def _add_status(router: web.UrlDispatcher, status: Status) -> None:
-    router.add_get("/health", status.health)
-    router.add_get("/ready", status.ready)
-    router.add_get("/version", status.version)
-    router.add_get("/metrics", status.metrics)
-    router.add_get("/v1/models", status.list_models)
-    router.add_get("/v1/models/{model:.+}", status.show_model)
+def _add_status(routes: Routes, status: Status) -> None:
+    alive = About(tag="status", summary="Whether the process is alive", answer=answers.Alive, access=Access.OPEN)
+    ready = About(
+        tag="status", summary="Whether requests can be served", details="503 with the reason while they cannot",
+        answer=answers.Alive,
+    )  # fmt: skip
+    routes.add_get("/health", status.health, alive)
+    routes.add_get("/ready", status.ready, ready)
+    routes.add_get("/version", status.version, About(tag="status", summary="The version", answer=answers.Version))
+    routes.add_get("/metrics", status.metrics, About(tag="status", summary="Metrics for Prometheus", kind="text/plain"))
+    models = About(tag="models", summary="The served models", answer=answers.ModelList)
+    routes.add_get("/v1/models", status.list_models, models)
+    routes.add_get(
+        "/v1/models/{model:.+}", status.show_model,
+        About(tag="models", summary="One served model", answer=answers.Model),
+    )  # fmt: skip
 
 
-def _add_generate(router: web.UrlDispatcher, generate: Generate) -> None:
-    router.add_post("/v1/chat/completions", generate.chat)
-    router.add_post("/v1/completions", generate.complete)
+def _add_generate(routes: Routes, generate: Generate) -> None:
+    routes.add_post("/v1/chat/completions", generate.chat, About(
+        tag="generate", summary="Answer a conversation",
+        body=bodies.ChatBody, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk,
+        example={"model": "", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 100, "stream": True},
+    ))  # fmt: skip
+    routes.add_post("/v1/completions", generate.complete, About(
+        tag="generate", summary="Continue a text",
+        body=bodies.CompletionBody, answer=answers.Completion, event=answers.Completion,
+        example={"model": "", "prompt": "The quick brown fox", "max_tokens": 20, "stream": True},
+    ))  # fmt: skip
+
+
+def _add_embed(routes: Routes, embed: Embed) -> None:
+    routes.add_post("/v1/embeddings", embed.embed, About(
+        tag="generate", summary="Turn texts into vectors",
+        details="Made of the model's last hidden states, which every model has; how well they compare depends on it",
+        body=embeddings.EmbeddingBody, answer=embeddings.EmbeddingList,
+        example={"model": "", "input": ["The quick brown fox", "jumps over the lazy dog"]},
+    ))  # fmt: skip
+
+
+def _add_translate(routes: Routes, translate: Translate) -> None:
+    routes.add_post("/v1/responses", translate.respond, About(
+        tag="generate", summary="Answer a conversation, in the form of OpenAI's Responses",
+        details="Stateless: nothing is kept between calls",
+        body=responses.ResponsesBody, answer=answers.ResponseAnswer, event=answers.TypedEvent,
+        example={"model": "", "input": "Hello!", "max_output_tokens": 100},
+    ))  # fmt: skip
+    count = About(
+        tag="tokens", summary="Count the tokens of a response's input", body=responses.ResponsesBody,
+        answer=answers.InputTokens, example={"model": "", "input": "Hello!"},
+    )  # fmt: skip
+    routes.add_post("/v1/responses/input_tokens", translate.count_response, count)
+    stored = About(tag="generate", summary="No response is stored: always 404")
+    for path in ("/v1/responses/{id}", "/v1/responses/{id}/{what}"):
+        routes.add_get(path, translate.stored_response, stored)
+        routes.add_post(path, translate.stored_response, stored)
+        routes.add_delete(path, translate.stored_response, stored)
+    routes.add_post("/v1/messages", translate.message, About(
+        tag="generate", summary="Answer a conversation, in the form of Anthropic's Messages",
+        body=messages.MessagesBody, answer=answers.MessageAnswer, event=answers.TypedEvent, error=answers.MessagesError,
+        example={"model": "", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello!"}]},
+    ))  # fmt: skip
+    count = About(
+        tag="tokens", summary="Count the tokens of a message's input", body=messages.CountBody,
+        answer=answers.InputTokens, error=answers.MessagesError,
+        example={"model": "", "messages": [{"role": "user", "content": "Hello!"}]},
+    )  # fmt: skip
+    routes.add_post("/v1/messages/count_tokens", translate.count_message, count)
+
+
+def _add_tokenize(routes: Routes, handlers: Tokenize) -> None:
+    encode = About(
+        tag="tokens", summary="Turn a text or a conversation into tokens", details="As generation would encode it",
+        body=tokenize.TokenizeBody, one_of=("prompt", "messages"), answer=tokenize.Tokenized,
+        example={"model": "", "prompt": "The quick brown fox", "return_token_strs": True},
+    )  # fmt: skip
+    decode = About(
+        tag="tokens", summary="Turn tokens into their text", body=tokenize.DetokenizeBody,
+        answer=tokenize.Detokenized, example={"model": "", "tokens": [1, 2, 3]},
+    )  # fmt: skip
+    info = About(
+        tag="tokens", summary="What the tokenizer is", answer=tokenize.TokenizerInfo,
+        query=(("model", "The name of a served model; may be left out where one is served"),),
+    )  # fmt: skip
+    for prefix in ("", "/v1"):
+        routes.add_post(f"{prefix}/tokenize", handlers.tokenize, encode)
+        routes.add_post(f"{prefix}/detokenize", handlers.detokenize, decode)
+        routes.add_get(f"{prefix}/tokenizer_info", handlers.info, info)
+
+
+def _add_docs(routes: Routes, docs: Docs) -> None:
+    document = About(tag="status", summary="This document", details="OpenAPI 3.1")
+    page = About(tag="status", summary="A page that shows it", kind="text/html", access=Access.OPEN)
+    routes.add_get("/openapi.json", docs.document, document)
+    routes.add_get("/docs", docs.page, page)

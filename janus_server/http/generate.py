@@ -17,16 +17,19 @@ import msgspec
 from aiohttp import web
 
 from janus_server import types
-from janus_server.api import parse, plan, reply
+from janus_server.api import chat_reply, parse, plan, reply, tools
 from janus_server.api.bodies import ChatBody, CompletionBody
 from janus_server.errors import Refused
+from janus_server.http.access import CALL
+from janus_server.http.admit import Admitted
 from janus_server.http.edge import SSE
 from janus_server.http.service import Service
 from janus_server.http.sse import SseWriter
 from janus_server.metrics import CallWatch
 
 if TYPE_CHECKING:
-    from janus_server.instance import Call, ServedModel
+    from janus_server.grammar.matcher import Matcher
+    from janus_server.instance import ServedModel
     from janus_server.tokens.tokenizer import Tokenizer
 
 
@@ -55,7 +58,11 @@ class Style(msgspec.Struct, frozen=True):
     stream: Callable[[plan.Call, Tokenizer], Stream]
 
 
-OPENAI = Style(reply.WholeReply, reply.StreamReply)
+COMPLETION = Style(reply.WholeReply, reply.StreamReply)
+CHAT = Style(chat_reply.WholeChat, chat_reply.StreamChat)
+
+# Tokens at the end of a prompt that hold more than the text which is looked for there.
+PROMPT_END_TOKENS = 16
 
 
 class Generate:
@@ -71,7 +78,7 @@ class Generate:
         self._service.count_ignored(request, parse.ignored_fields(raw, ChatBody))
         model = await self._service.serving(body.model)
         call = await self.plan_chat(model, body, "chatcmpl-")
-        return await self.answer(request, model, call, arrived_s, OPENAI)
+        return await self.answer(request, model, call, arrived_s, CHAT)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
@@ -83,31 +90,52 @@ class Generate:
         call = plan.plan_completion(body, prompts, model.target, self._service.limits, label("cmpl-"))
         if body.echo:
             call = msgspec.structs.replace(call, echo=await self._echo(model, body, call))
-        return await self.answer(request, model, call, arrived_s, OPENAI)
+        return await self.answer(request, model, call, arrived_s, COMPLETION)
 
     async def plan_chat(self, model: ServedModel, body: ChatBody, id_prefix: str) -> plan.Call:
         """The call that answers a chat body; every API that speaks in messages comes through here."""
-        prompt = await self._encode_chat(model, body)
-        return plan.plan_chat(body, prompt, model.target, self._service.limits, label(id_prefix))
+        talk = tools.talk_of(body, model.target.dialect)
+        prompt = await self._encode_chat(model, body, talk)
+        call = plan.plan_chat(body, prompt, model.target, self._service.limits, label(id_prefix))
+        end = model.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], False) if model.target.dialect.reasoning else ""
+        return tools.spoken_by(call, talk, end)
+
+    async def chat_tokens(self, model: ServedModel, body: ChatBody) -> int:
+        """How long the prompt of a chat body is; nothing is generated."""
+        return len(await self._encode_chat(model, body, tools.talk_of(body, model.target.dialect)))
 
     async def answer(
         self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float, style: Style
     ) -> web.StreamResponse:
         """Run the call and write its answer."""
-        metrics = self._service.metrics.model(model.card.id)
-        watch = CallWatch(metrics, call, arrived_s)
-        try:
-            async with model.submit(call.requests) as running:
-                if call.stream:
-                    return await self._stream(request, style.stream(call, model.tokenizer), running, watch)
-                return await self._whole(call, style.whole(call, model.tokenizer), running, watch)
-        except (asyncio.CancelledError, ConnectionError):
-            metrics.disconnects.inc()
-            raise
-        finally:
-            watch.end(time.monotonic())
+        with self._service.door.admit(request, call, model.card.id, arrived_s) as entry:
+            metrics = self._service.metrics.model(model.card.id)
+            watch = request[CALL] = CallWatch(metrics, call, arrived_s)
+            try:
+                matchers = await self._matchers(model, call)
+                async with model.submit(call.requests, matchers) as running:
+                    news = entry.over(running)
+                    if call.stream:
+                        return await self._stream(request, style.stream(call, model.tokenizer), news, watch)
+                    return await self._whole(call, style.whole(call, model.tokenizer), news, watch)
+            except (asyncio.CancelledError, ConnectionError):
+                metrics.disconnects.inc()
+                raise
+            finally:
+                watch.end(time.monotonic())
 
-    async def _whole(self, call: plan.Call, whole: Whole, running: Call, watch: CallWatch) -> web.StreamResponse:
+    async def _matchers(self, model: ServedModel, call: plan.Call) -> list[Matcher]:
+        """The compiled grammar of each request, where the call has one: all requests of a call have the same."""
+        grammar = call.requests[0].grammar
+        if grammar is None:
+            return []
+        eos_ids = model.target.eos_ids
+        first = await self._service.on_thread(
+            lambda: self._service.grammars.compile(model.tokenizer, grammar, eos_ids, call.grammar_from)
+        )
+        return [first, *(first.copy() for _ in call.requests[1:])]
+
+    async def _whole(self, call: plan.Call, whole: Whole, running: Admitted, watch: CallWatch) -> web.StreamResponse:
         while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
             now = time.monotonic()
             for item in news:
@@ -115,12 +143,11 @@ class Generate:
                 if (refused := reply.failure(item.delta)) is not None:
                     raise refused
                 whole.add(item.prompt, item.delta)
-        # 128 choices with 20 log probabilities a token can take seconds to write: not on the loop.
-        body = await self._service.on_thread(whole.body) if call.logprobs else whole.body()
+        body = await self._service.on_thread(whole.body) if call.wordy else whole.body()
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(
-        self, request: web.Request, stream: Stream, running: Call, watch: CallWatch
+        self, request: web.Request, stream: Stream, running: Admitted, watch: CallWatch
     ) -> web.StreamResponse:
         sse = request[SSE] = SseWriter(request, self._service.limits.stall_s, stream.error)
         while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
@@ -135,15 +162,17 @@ class Generate:
                 refused = reply.failure(item.delta)
                 if refused is not None:
                     break
-                events.append(stream.events(item.prompt, item.delta))
-            if events:
-                await sse.send(b"".join(events))
+                work = functools.partial(stream.events, item.prompt, item.delta)
+                # A scored prompt of some thousand tokens would hold up the loop.
+                events.append(await self._service.on_thread(work) if item.delta.prompt_logprobs else work())
+            if written := b"".join(events):  # a delta whose text is held back has no event
+                await sse.send(written)
             if refused is not None:
                 raise refused
         await sse.finish(stream.end())
         return sse.response
 
-    async def _encode_chat(self, model: ServedModel, body: ChatBody) -> list[int]:
+    async def _encode_chat(self, model: ServedModel, body: ChatBody, talk: tools.Talk) -> list[int]:
         messages = parse.messages_of(body)
         self._refuse_hopeless(model, sum(map(parse.content_chars, messages)), "messages")
         # A template is a program that came with the checkpoint: it never runs on the loop.
@@ -151,9 +180,9 @@ class Generate:
             functools.partial(
                 model.tokenizer.encode_chat,
                 messages,
-                tools=None,
+                tools=talk.tools,
                 add_generation_prompt=body.add_generation_prompt is not False,
-                kwargs=body.chat_template_kwargs,
+                kwargs=talk.kwargs,
             )
         )
 
@@ -167,7 +196,7 @@ class Generate:
         return await self._service.on_thread(work) if long else work()
 
     async def _echo(self, model: ServedModel, body: CompletionBody, call: plan.Call) -> tuple[str, ...]:
-        """The text of each prompt, as it was given or of its ids."""
+        """The text of each prompt: as it was given, or of its ids where it was ids or its tokens are shown too."""
         work = functools.partial(_prompt_texts, model.tokenizer, parse.prompts_of(body), call)
         long = call.prompt_tokens > self._service.limits.inline_chars
         return await self._service.on_thread(work) if long else work()
@@ -189,7 +218,9 @@ def _encode_all(tokenizer: Tokenizer, given: Sequence[str | list[int]], body: Co
 
 def _prompt_texts(tokenizer: Tokenizer, given: Sequence[str | list[int]], call: plan.Call) -> tuple[str, ...]:
     return tuple(
-        prompt if isinstance(prompt, str) else tokenizer.decode(request.prompt, request.skip_special_tokens)
+        prompt
+        if isinstance(prompt, str) and not call.logprobs
+        else tokenizer.decode(request.prompt, request.skip_special_tokens)
         for prompt, request in zip(given, call.requests, strict=True)
     )
 

@@ -1,37 +1,98 @@
-"""The HTTP application on its listening socket, and the metrics between node and application. `serve` opens it."""
+"""The HTTP application on its listening socket: gate, admission and metrics put together. `serve` opens it."""
 
 from __future__ import annotations
 
 import socket
+import time
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from janus_server.admission import Admission, queue_bounds
 from janus_server.api.bodies import Limits
+from janus_server.config import ServeConfig
 from janus_server.executor import StepReport
+from janus_server.http.access import Access
 from janus_server.http.app import build_app
 from janus_server.http.edge import build_runner
+from janus_server.http.gate import Gate, Places
+from janus_server.keys import KeyRing
 from janus_server.metrics import Metrics
+from janus_server.network import is_local
 from janus_server.node import Node
+from janus_server.observe.trace import Tracer
+
+if TYPE_CHECKING:
+    import ssl
 
 
 class Listener:
     """The application, served until `close`."""
 
-    def __init__(self, runner: web.AppRunner) -> None:
+    def __init__(self, runner: web.AppRunner, gate: Gate, admission: Admission) -> None:
         self._runner = runner
+        self._gate = gate
+        self._admission = admission
 
     @staticmethod
-    async def open(node: Node, listening: socket.socket) -> Listener:
+    async def open(
+        config: ServeConfig, keys: KeyRing, node: Node, listening: socket.socket, tls: ssl.SSLContext | None,
+        tracer: Tracer | None = None,
+    ) -> Listener:  # fmt: skip
         """Serve on a bound socket, which is closed with the listener."""
-        metrics, limits = Metrics(), Limits()
+        metrics, limits = Metrics(), _limits(config)
         node.on_step(lambda report: _observe(metrics, report))
-        runner = build_runner(build_app(node, metrics=metrics, limits=limits), limits)
+        admission = _admission(config, keys)
+        gate = Gate(_places(config, listening), keys, metrics)
+        app = build_app(node, metrics=metrics, limits=limits, admission=admission)
+        access = Access(gate, node, lines=config.access_log, prompts=config.log_prompts, tracer=tracer)
+        runner = build_runner(app, limits, access)
         await runner.setup()
-        await web.SockSite(runner, listening, backlog=1024).start()
-        return Listener(runner)
+        await web.SockSite(runner, listening, backlog=1024, ssl_context=tls).start()
+        return Listener(runner, gate, admission)
+
+    @property
+    def active(self) -> int:
+        """Requests that are being read, encoded, queued, run or answered."""
+        return self._gate.active
+
+    def rekey(self, keys: KeyRing) -> None:
+        """Other keys from now on; requests in progress go on."""
+        self._gate.keys = keys
+        self._admission.rekey(keys.limits(), time.monotonic())
+
+    def end_all(self) -> None:
+        """Stop what is still in progress, each with an error that says so."""
+        self._gate.end_all()
 
     async def close(self) -> None:
         await self._runner.cleanup()
+
+
+def _limits(config: ServeConfig) -> Limits:
+    return Limits(
+        connections=config.max_connections,
+        headers_s=config.header_timeout_s,
+        idle_s=config.idle_timeout_s,
+        request_s=config.request_timeout_s,
+    )
+
+
+def _admission(config: ServeConfig, keys: KeyRing) -> Admission:
+    server, model = queue_bounds(
+        config.max_queued_requests, config.max_queued_tokens,
+        sequences=config.max_num_seqs, step_tokens=config.max_num_batched_tokens, models=len(config.models),
+    )  # fmt: skip
+    return Admission(server, model, keys.limits())
+
+
+def _places(config: ServeConfig, listening: socket.socket) -> Places:
+    return Places(
+        local=is_local(listening.getsockname()[0]),
+        bound=config.host,
+        hosts=frozenset(config.allowed_hosts),
+        origins=frozenset(config.allowed_origins),
+    )
 
 
 def _observe(metrics: Metrics, report: StepReport) -> None:

@@ -17,6 +17,8 @@ from aiohttp import web
 
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
+from janus_server.grammar.compile import Grammars
+from janus_server.http.admit import Door
 from janus_server.metrics import Metrics
 from janus_server.types import ModelCard
 
@@ -36,10 +38,13 @@ LOGGED_NAMES = 64
 class Service:
     """The node behind one application, and the ways that every handler uses it."""
 
-    def __init__(self, node: Node, metrics: Metrics, limits: Limits) -> None:
+    def __init__(self, node: Node, metrics: Metrics, limits: Limits, door: Door) -> None:
         self.node = node
         self.metrics = metrics
         self.limits = limits
+        self.door = door
+        self.grammars = Grammars()
+        self._reading_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
         self._ignored: set[str] = set()
 
@@ -48,6 +53,7 @@ class Service:
         self._pool = ThreadPoolExecutor(self.limits.encode_threads, "encode")
         yield
         self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.grammars.close)
 
     async def serving(self, name: str) -> ServedModel:
         """The model of that name, to send requests to: they wait where it is not on the device.
@@ -93,12 +99,17 @@ class Service:
             async with asyncio.timeout(self.limits.body_s):
                 async for chunk in request.content.iter_any():
                     body += chunk
+                    self._reading_bytes += len(chunk)
                     if len(body) > limit:
                         raise _too_large(limit)
+                    if self._reading_bytes > self.limits.bodies_bytes:
+                        raise _too_many_bodies()
         except TimeoutError:
             raise Refused("the body took too long to arrive", status=408, code="request_timeout") from None
         except web.RequestPayloadError:
             raise Refused("the body cannot be read", code="invalid_body") from None
+        finally:
+            self._reading_bytes -= len(body)
         return bytes(body)
 
     async def on_thread(self, work: Callable[[], T]) -> T:
@@ -117,6 +128,13 @@ def not_ready(reason: str) -> Refused:
 
 def json_response(value: dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _too_many_bodies() -> Refused:
+    return Refused(
+        "too many large bodies are arriving; come again later", status=429, kind="server_error",
+        code="server_overloaded", retry_after_s=1.0,
+    )  # fmt: skip
 
 
 def _too_large(limit: int) -> Refused:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from aiohttp import web
 
 from janus_server.api import reply
+from janus_server.http.gate import may_see
 from janus_server.http.service import Service, json_response, not_ready
 from janus_server.metrics import CONTENT_TYPE
+from janus_server.version import server_version
 
 
 class Status:
@@ -26,25 +28,17 @@ class Status:
         return json_response({"status": "ready"})
 
     async def version(self, request: web.Request) -> web.Response:
-        return json_response({"version": _version()})
+        return json_response({"version": server_version()})
 
     async def metrics(self, request: web.Request) -> web.Response:
         body = self._service.metrics.render(self._service.node)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        entries = [reply.model_entry(card) for card in self._service.node.cards.values()]
+        cards = self._service.node.cards.values()
+        entries = [reply.model_entry(card) for card in cards if may_see(request, card.id)]
         return json_response({"object": "list", "data": entries})
 
     async def show_model(self, request: web.Request) -> web.Response:
-        return json_response(reply.model_entry(self._service.card(request.match_info["model"])))
-
-
-def _version() -> str:
-    # Imported here: it costs 20 ms, and few ask.
-    from importlib import metadata
-
-    try:
-        return metadata.version("janus-server")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+        name = request.match_info["model"]
+        return json_response(reply.model_entry(self._service.card(name if may_see(request, name) else "")))

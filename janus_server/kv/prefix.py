@@ -147,6 +147,19 @@ class PrefixCache:
         """Pages that `evict` could free; counting stops at `limit`, which is soon where old prefixes lie unused."""
         return sum(1 for _ in itertools.islice(self._unpinned(), limit))
 
+    def withdraw(self, pages: Tokens[int]) -> None:
+        """Forget those of `pages` that are cached, and all that continues them: what they hold is not to be trusted.
+
+        Sequences that hold some of them keep them.
+        """
+        for page in pages:
+            top = self._by_page.get(page)
+            below = [] if top is None else [top]
+            for node in below:
+                below.extend(node.ordered)
+            for node in reversed(below):
+                self._remove(node)
+
     def clear(self) -> None:
         """Forget everything: the memory is about to go away, and no sequence holds any of it by now."""
         require(self.evictable(len(self)) == len(self), "cached pages are still in use")

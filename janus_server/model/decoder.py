@@ -17,6 +17,10 @@ from janus_server.model.rope import rotary_tables
 from janus_server.model.spec import ModelSpec
 from janus_server.model.weights import LayerWeights, Weights
 
+# Rows of a step that are read at once beside the sampled ones: logits of all 512 would be 311 MB where the vocabulary
+# has 152k entries, these are 19 MB.
+READ_ROWS = 32
+
 
 class Decoder:
     """Weights, cache views and scratch of one model, ready to run steps of up to `step_tokens` rows."""
@@ -42,6 +46,8 @@ class Decoder:
         self._logits: Array = None
         self._logit_rows = 0
         self._program: Program | None = None
+        self._read_logits: Array = None
+        self._read_hidden: Array = None
         self._prepare(16)
 
     def forward(self, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> np.ndarray:
@@ -56,6 +62,26 @@ class Decoder:
         else:
             self._kernels.replay(self._program, ids, inputs, rows)
         return self._kernels.to_numpy(self._logits[: len(rows)])
+
+    def logits_of(self, first: int, stop: int) -> np.ndarray:
+        """Logits [stop-first, vocab] f32 of rows first … stop-1 of the last step, at most READ_ROWS of them.
+
+        Valid until the next call of this method or of `forward`; what `forward` returned stays as it is.
+        """
+        if self._read_logits is None:
+            self._read_logits = self._kernels.empty((READ_ROWS, self.spec.vocab), DType.F32)
+        act, out = self._scratch.act[: stop - first], self._read_logits[: stop - first]
+        self._kernels.rms_norm(self._scratch.x[first:stop], self._weights.final_norm, self.spec.rms_eps, act)
+        self._kernels.linear(act, self._weights.head, None, out)
+        return self._kernels.to_numpy(out)
+
+    def hidden_of(self, first: int, stop: int) -> np.ndarray:
+        """Hidden states [stop-first, hidden] f32 after the final norm, under the same conditions as `logits_of`."""
+        if self._read_hidden is None:
+            self._read_hidden = self._kernels.empty((READ_ROWS, self.spec.hidden), DType.F32)
+        out = self._read_hidden[: stop - first]
+        self._kernels.rms_norm(self._scratch.x[first:stop], self._weights.final_norm, self.spec.rms_eps, out)
+        return self._kernels.to_numpy(out)
 
     def _prepare(self, logit_rows: int) -> None:
         """Make room for that many rows of logits and record the step over it.

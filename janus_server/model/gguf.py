@@ -168,7 +168,7 @@ def _read_metadata(cursor: _Cursor, key_count: int) -> dict[str, Any]:
     for _ in range(key_count):
         key = cursor.string(MAX_NAME_BYTES, "a metadata key")
         if key in metadata:
-            raise BadModel(f"{cursor.where}: the metadata key {key!r} is given twice.")
+            raise BadModel(f"{cursor.where}: the metadata key {key!r:.120} is given twice.")
         metadata[key] = _read_value(cursor, cursor.number("<I"), f"the metadata key {key!r:.80}", MAX_NESTING)
     return metadata
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from janus_server.kernels.table import Kernels, StepInputs
 from janus_server.model.decoder import Decoder
+from janus_server.model.read import pool, score
 from janus_server.model.sample import sample
-from janus_server.types import Batch, Chunk, Sampled
+from janus_server.types import Batch, Chunk, Reading, Sampled, ScoreSpec
 
 
 class StepArrays(NamedTuple):
@@ -25,7 +26,10 @@ class StepArrays(NamedTuple):
 
 
 class Runner:
-    """One model's decoder together with the slab its cache lies in. A step is `stage`, `forward`, `draw`, in order."""
+    """One model's decoder together with the slab its cache lies in.
+
+    A step is `stage`, `forward`, `read`, `draw`, in that order.
+    """
 
     def __init__(self, decoder: Decoder, kernels: Kernels, slab: np.ndarray, page_bytes: int) -> None:
         self._decoder = decoder
@@ -42,6 +46,18 @@ class Runner:
     def forward(self, arrays: StepArrays) -> np.ndarray:
         """Logits of the sampled rows, [R, vocab] f32, valid until the next step."""
         return self._decoder.forward(arrays.ids, arrays.inputs, arrays.rows)
+
+    def read(self, batch: Batch) -> list[Reading]:
+        """What is wanted of the rows that `forward` has just computed, one a chunk that is read."""
+        readings: list[Reading] = []
+        row = 0
+        for chunk in batch.chunks:
+            if isinstance(chunk.read, ScoreSpec):
+                readings.append(score(self._decoder, row + chunk.read.first, chunk.read))
+            elif chunk.read is not None:
+                readings.append(pool(self._decoder, row + chunk.read.first, row + len(chunk.tokens), chunk.read))
+            row += len(chunk.tokens)
+        return readings
 
     def draw(self, batch: Batch, logits: np.ndarray) -> list[Sampled]:
         """One token a sampled row, in the order of the chunks."""

@@ -38,11 +38,11 @@ def read_folder(folder: Path) -> dict[str, TensorEntry]:
     for shard in sorted(set(weight_map.values())):
         for name, entry in read_header(resolve_inside(folder, shard)).items():
             if name in entries:
-                raise BadModel(f"tensor {name!r} is in both {entries[name].file.path.name} and {shard}.")
+                raise BadModel(f"tensor {name!r:.120} is in both {entries[name].file.path.name} and {shard}.")
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries:
-            raise BadModel(f"{index.name} puts tensor {name!r} in {shard}, which does not have it.")
+            raise BadModel(f"{index.name} puts tensor {name!r:.120} in {shard}, which does not have it.")
     return entries
 
 
@@ -74,16 +74,16 @@ def resolve_inside(folder: Path, name: str) -> Path:
     The one exception is the layout of the hub's own cache, where snapshots/<revision>/<file> links to blobs/<hash>.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise BadModel(f"{name!r} is not a plain file name inside the model's folder.")
+        raise BadModel(f"{name!r:.120} is not a plain file name inside the model's folder.")
     try:
         root, real = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise BadModel(f"{name!r} cannot be found inside the model's folder.") from error
+        raise BadModel(f"{name!r:.120} cannot be found inside the model's folder.") from error
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if real.parent not in allowed:
-        raise BadModel(f"{name!r} links to a file outside the model's folder.")
+        raise BadModel(f"{name!r:.120} links to a file outside the model's folder.")
     return real
 
 
@@ -100,7 +100,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
         if len(result) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise BadModel(f"{where}: the key {twice!r} is given twice.")
+            raise BadModel(f"{where}: the key {twice!r:.120} is given twice.")
         return result
 
     try:
@@ -113,7 +113,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _entry(name: str, value: object, data_start: int, stamp: FileStamp) -> TensorEntry:
-    where = f"{stamp.path.name}: tensor {name!r}"
+    where = f"{stamp.path.name}: tensor {name!r:.120}"
     if not isinstance(value, dict):
         raise BadModel(f"{where} must be described by an object.")
     encoding = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}.get(str(value.get("dtype")))
@@ -135,7 +135,7 @@ def _entry(name: str, value: object, data_start: int, stamp: FileStamp) -> Tenso
 
 
 def _naturals(value: object, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 1 << 63 for item in value):
         raise BadModel(f"{where} must be a list of whole numbers.")
     return tuple(value)
 

@@ -1,7 +1,8 @@
-"""From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, and the draw. numpy on the host.
+"""From logits to tokens: bias, penalties, grammar, temperature, top-k, top-p, min-p, and the draw. numpy on the host.
 
 A draw depends on the row's logits and its SampleSpec alone: the random number is a hash of (seed, choice, position), so
-the same seed gives the same text whatever else is in the batch, after preemption, and on another node.
+the same seed gives the same text whatever else is in the batch, after preemption, and on another node. A row that
+cannot be drawn from has a fault in its place; it never disturbs another.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import math
 
 import numpy as np
 
-from janus_server.errors import require
-from janus_server.types import Sampled, SampleSpec, Sampling, TokenLogprob
+from janus_server.types import Fault, Sampled, SampleSpec, Sampling, TokenLogprob
 
 # Nucleus sampling looks at this many likeliest tokens first; a full sort of a 152k vocabulary costs ten times as much.
 _NUCLEUS_GUESS = 1024
@@ -21,14 +21,17 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def sample(logits: np.ndarray, specs: list[SampleSpec]) -> list[Sampled]:
-    """One token for each row. logits [R, vocab] f32 are read, not changed. Raises Bug when a row is not finite."""
-    best = logits.argmax(axis=1)
-    highest = logits[np.arange(len(best)), best]
-    require(bool(np.isfinite(highest).all()), "the model produced logits that are not finite")
+    """One token for each row, or its fault. logits [R, vocab] f32 are read, not changed; matchers are advanced."""
+    best = logits.argmax(axis=1)  # a NaN counts as the highest
+    finite = np.isfinite(logits[np.arange(len(best)), best]).tolist()
     return [
-        Sampled(int(best[i])) if _is_plain_greedy(spec) else _sample_row(logits[i], spec)
+        Sampled(None, fault=Fault.NOT_FINITE)
+        if not finite[i]
+        else Sampled(int(best[i]))
+        if _is_plain_greedy(spec)
+        else _sample_row(logits[i], spec)
         for i, spec in enumerate(specs)
-    ]  # fmt: skip
+    ]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -39,17 +42,47 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def _is_plain_greedy(spec: SampleSpec) -> bool:
     s = spec.sampling
-    return s.temperature == 0.0 and s.logprobs is None and not (s.logit_bias or spec.banned or s.needs_history)
+    adjusted = s.logit_bias or spec.banned or s.needs_history or spec.matcher is not None
+    return s.temperature == 0.0 and s.logprobs is None and not adjusted
 
 
 def _sample_row(raw: np.ndarray, spec: SampleSpec) -> Sampled:
-    s = spec.sampling
     logits = _adjust(raw, spec)
-    if s.temperature == 0.0:
-        token = int(logits.argmax())
+    if spec.matcher is None:
+        _ban(logits, spec.banned)
+        token, done = _pick(logits, spec), False
     else:
-        token = _draw(logits, s, uniform(s.seed, spec.choice, spec.position))
-    return Sampled(token, None if s.logprobs is None else logprob_of(raw, token, s.logprobs))
+        allowed = _allowed(spec, len(raw))
+        if len(allowed) == 0:  # a grammar may be complete before anything was drawn
+            return Sampled(None, done=True) if spec.matcher.done else Sampled(None, fault=Fault.GRAMMAR)
+        logits = logits[allowed]
+        _none_to_any(logits)
+        token = int(allowed[_pick(logits, spec)])
+        if not spec.matcher.accept(token):
+            return Sampled(None, fault=Fault.GRAMMAR)
+        done = spec.matcher.done
+    top = spec.sampling.logprobs
+    return Sampled(token, None if top is None else logprob_of(raw, token, top), done)
+
+
+def _pick(logits: np.ndarray, spec: SampleSpec) -> int:
+    """The index that is drawn from adjusted logits; one of them at least is finite."""
+    s = spec.sampling
+    if s.temperature == 0.0:
+        return int(logits.argmax())
+    return _draw(logits, s, uniform(s.seed, spec.choice, spec.position))
+
+
+def _allowed(spec: SampleSpec, vocab: int) -> np.ndarray:
+    """Ids that the grammar allows next, ascending; without the banned ones, unless it allows nothing else."""
+    allowed: np.ndarray = spec.matcher.mask()
+    if spec.matcher.failed or spec.matcher.done:
+        return allowed[:0]
+    allowed = allowed[: int(np.searchsorted(allowed, vocab))]  # a tokenizer may know ids that the model does not
+    if spec.banned:
+        kept = allowed[~np.isin(allowed, np.asarray(spec.banned))]
+        return kept if len(kept) else allowed
+    return allowed
 
 
 def logprob_of(raw: np.ndarray, token: int, top: int) -> TokenLogprob:
@@ -64,7 +97,7 @@ def logprob_of(raw: np.ndarray, token: int, top: int) -> TokenLogprob:
 
 
 def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
-    """A copy with bias, then penalties, then bans applied; one token at least that is not banned stays finite.
+    """A copy with bias, then penalties applied.
 
     vLLM documents that order: a repetition penalty scales what the bias left. OpenAI's own two penalties only add, as
     the bias does, so for them the order does not show.
@@ -83,13 +116,23 @@ def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
         if spec.output:
             ids, counts = np.unique(np.asarray(spec.output, dtype=np.int64), return_counts=True)
             logits[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
-    if spec.banned:
-        banned = list(spec.banned)
-        logits[banned] = -np.inf
-        if np.isneginf(logits.max()):  # the model had nothing else in mind: whatever is allowed is as good as any
-            logits[:] = 0.0
-            logits[banned] = -np.inf
     return logits
+
+
+def _ban(logits: np.ndarray, banned: tuple[int, ...]) -> None:
+    """Make tokens impossible, in place; one at least that is not banned stays finite."""
+    if banned:
+        ids = list(banned)
+        logits[ids] = -np.inf
+        if np.isneginf(logits.max()):
+            logits[:] = 0.0
+            logits[ids] = -np.inf
+
+
+def _none_to_any(logits: np.ndarray) -> None:
+    """Where the model has none of these tokens in mind, whatever is allowed is as good as any. In place."""
+    if np.isneginf(logits.max()):
+        logits[:] = 0.0
 
 
 def _draw(logits: np.ndarray, s: Sampling, u: float) -> int:
@@ -139,6 +182,8 @@ def _likeliest(values: np.ndarray, k: int) -> np.ndarray:
     """Ids of the k highest values, highest first, ties by lower id."""
     if k <= 0:
         return np.empty(0, dtype=np.int64)
+    if k == 1:
+        return np.array([values.argmax()])
     if k < len(values):
         bound = np.partition(values, len(values) - k)[len(values) - k]
         ids = np.flatnonzero(values >= bound)

@@ -140,5 +140,5 @@ def check_disjoint(entries: Iterable[TensorEntry]) -> None:
     for entry in sorted(entries, key=lambda entry: (str(entry.file.path), entry.offset, entry.nbytes)):
         end, before = ends.get(entry.file.path, (0, ""))
         if entry.offset < end:
-            raise BadModel(f"{entry.file.path.name}: tensor {entry.name!r} overlaps tensor {before!r}.")
+            raise BadModel(f"{entry.file.path.name}: tensor {entry.name!r:.120} overlaps tensor {before!r:.120}.")
         ends[entry.file.path] = (entry.offset + entry.nbytes, entry.name)

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import msgspec
 
 from janus_server.errors import require
 from janus_server.kv.blocks import KvPages, pages_for
-from janus_server.kv.prefix import Match, PrefixCache
+from janus_server.kv.prefix import PrefixCache
+from janus_server.sched.chunk import chunk_of
+from janus_server.sched.placer import Placer
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.sequence import Sequence, by_age
 from janus_server.sched.share import share
-from janus_server.types import Batch, BatcherStats, Chunk, Emit, FinishReason, PageCopy, Request, Sampled, SampleSpec
+from janus_server.types import (
+    Batch,
+    BatcherStats,
+    Emit,
+    Fault,
+    FinishReason,
+    Reading,
+    Request,
+    Sampled,
+    TokenLogprob,
+)
 
 
 class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,20 +52,6 @@ class BatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
 
 
-class _Shortage(msgspec.Struct, frozen=True):
-    """A try to place the head of the queue that found no room, and how all stood that it depends on.
-
-    Until something of that changed for the better, another try would hash the prompt and walk the caches for the same
-    answer.
-    """
-
-    seq: Sequence
-    match: Match
-    continuations: int
-    running: int
-    eased: int
-
-
 class Batcher:
     """Decides each step of one model on one node. Who makes one also lets it join and leave its `Scarcity`."""
 
@@ -65,12 +64,10 @@ class Batcher:
         self._scarcity = scarcity
         self._most_running = min(limits.sequences, limits.step_tokens)
         self._starved: Sequence | None = None
-        self._shortage: _Shortage | None = None
+        self._placer = Placer(kv, prefix, scarcity, limits.prefix_caching)
         self._next_number = 0
         self._steps = 0
         self._preemptions = 0
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
         self._computed_tokens = 0
         self._sampled_tokens = 0
 
@@ -83,16 +80,19 @@ class Batcher:
         """The head of the queue, when it found no room at its last try or somebody was preempted since."""
         return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float, grammar: Any = None) -> None:
         """Queue a request. Its other choices wait until the first computed the prompt.
 
-        Its longest form fits the memory: the context that the API promises was bounded by it.
+        Its longest form fits the memory: the context that the API promises was bounded by it. grammar is the matcher
+        that each choice draws under a copy of.
         """
         require(len(request.prompt) > 0, "a request has at least one prompt token")
+        alone = request.n == 1 and request.max_tokens == 0 and request.prompt_logprobs is None
+        require(request.pooling is None or alone, "an embedding is all that its request asks for")
         longest_pages = pages_for(len(request.prompt) + request.max_tokens, self.kv.page_tokens)
         require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
-        first = self._new_sequence(request, 0, now)
-        first.siblings = [self._new_sequence(request, index, now) for index in range(1, request.n)]
+        first = self._new_sequence(request, 0, now, grammar)
+        first.siblings = [self._new_sequence(request, index, now, grammar) for index in range(1, request.n)]
         self._queue(first)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -106,12 +106,12 @@ class Batcher:
                     _hand_over(seq)
                 else:
                     group.remove(seq)
-                    self._release(seq)
+                    self._placer.release(seq)
 
     def cancel_all(self) -> list[Emit]:
         """End everything because the server stops; every choice gets its one end and every page goes back."""
         for seq in [*self.running, *self.waiting]:
-            self._release(seq)
+            self._placer.release(seq)
         return self._end_all(FinishReason.ABORT)
 
     def abandon(self) -> list[Emit]:
@@ -130,41 +130,60 @@ class Batcher:
             return None
         self._steps += 1
         copies = tuple(s.copy for s, _ in work if s.copy is not None)
-        return Batch(self._steps, tuple(self._chunk(s, n) for s, n in work), copies)
+        size = self.kv.page_tokens
+        return Batch(self._steps, tuple(chunk_of(s, n, size) for s, n in work), copies)
 
-    def commit(self, batch: Batch, results: Seq[Sampled]) -> list[Emit]:
+    def commit(self, batch: Batch, results: Seq[Sampled], readings: Seq[Reading] = ()) -> list[Emit]:
         """Take in what the step produced; returns this step's news in the order of the batch."""
         by_number = {s.number: s for s in self.running}
         require(len(results) == sum(c.sample is not None for c in batch.chunks), "one result for each row that samples")
+        require(len(readings) == sum(c.read is not None for c in batch.chunks), "one reading for each chunk that reads")
         emits: list[Emit] = []
-        sampled = iter(results)
+        sampled, read = iter(results), iter(readings)
         for chunk in batch.chunks:
             seq = by_number[chunk.sequence]
             seq.computed += len(chunk.tokens)
             self._computed_tokens += len(chunk.tokens)
-            self._drop_copy(seq)
-            self._publish(seq)
-            if chunk.sample is not None:
-                self._fork_siblings(seq)
-                emits.append(self._accept(seq, next(sampled)))
+            if seq.copy is not None:
+                self._placer.drop_copy(seq)
+            drawn = None if chunk.sample is None else next(sampled)
+            reading = None if chunk.read is None else next(read)
+            if _spoilt(drawn, reading):
+                emits += self._end_spoilt(seq)
+                continue
+            self._placer.publish(seq)
+            if reading is not None:
+                seq.read = min(seq.computed, seq.to_read)
+                seq.sums = reading.sums
+            scores = () if reading is None else reading.scores
+            if drawn is not None:
+                if seq.siblings:
+                    self._fork_siblings(seq)
+                emits.append(self._accept(seq, drawn, scores))
+            elif seq.gap == 0:
+                emits += self._end_prompt(seq, scores, None if reading is None else reading.embedding)
+            elif scores:
+                emits.append(Emit(seq.request.id, seq.index, prompt_logprobs=scores))
         return emits
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages and queue it to be computed again."""
         self.running.remove(seq)
-        self._release(seq)
+        self._placer.release(seq)
         seq.computed = 0
         self._preemptions += 1
         self._queue(seq)
         self._starved = self.waiting[0]
 
     def stats(self) -> BatcherStats:
+        deferred = sum(len(s.siblings) for s in [*self.running, *self.waiting])
         return BatcherStats(
             running=len(self.running),
-            waiting=len(self.waiting) + sum(len(s.siblings) for s in [*self.running, *self.waiting]),
+            waiting=len(self.waiting) + deferred,
+            deferred=deferred,
             preemptions=self._preemptions,
-            prefix_query_tokens=self._prefix_query_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_query_tokens=self._placer.query_tokens,
+            prefix_hit_tokens=self._placer.hit_tokens,
             computed_tokens=self._computed_tokens,
             sampled_tokens=self._sampled_tokens,
         )
@@ -177,19 +196,9 @@ class Batcher:
         for seq in list(self.running):
             if seq.gap != 1 or not seq.pages:  # no pages: preempted for an older one a moment ago
                 continue
-            missing = pages_for(len(seq.tokens), self.kv.page_tokens) - len(seq.pages)
-            if missing > 0 and not self._take(seq, missing):
-                continue
-            decodes.append(seq)
+            if self._placer.grow(seq):
+                decodes.append(seq)
         return [s for s in decodes if s.pages]
-
-    def _take(self, seq: Sequence, n: int) -> bool:
-        if not self._scarcity.make_room(n, seq):
-            return False
-        pages = self.kv.take(n)
-        require(pages is not None, "make_room promised pages that are not there")
-        seq.pages.extend(pages or ())
-        return True
 
     def _admit(self, prompts: Seq[Sequence], budget: int, now: float) -> list[Sequence]:
         """Move waiting sequences into the batch while the budget, the sequence limit and free pages allow."""
@@ -204,7 +213,8 @@ class Batcher:
             seq = self.waiting[0]
             if self._scarcity.yields(seq):
                 break
-            if self._still_short(seq) or not self._place(seq):
+            running = len(self.running)
+            if self._placer.still_short(seq, running) or not self._placer.place(seq, running):
                 self._starved = seq
                 break
             self.waiting.pop(0)
@@ -214,120 +224,66 @@ class Batcher:
             wanted += seq.gap
         return admitted
 
-    def _place(self, seq: Sequence) -> bool:
-        """Give a waiting sequence the pages of all its known tokens, cached ones first; False when there is no room.
-
-        One page a running sequence is left free, so that an admission does not at once cause a preemption.
-        """
-        match = self.prefix.match(seq.tokens, len(seq.tokens) - 1) if self.limits.prefix_caching else Match()
-        hit = match.pages
-        fresh_n = pages_for(len(seq.tokens), self.kv.page_tokens) - len(hit)
-        fresh = self.kv.take(fresh_n) if self._scarcity.evict(fresh_n + len(self.running)) else None
-        if fresh is None:
-            for page in match.held:
-                self.kv.drop(page)
-            # The pages just matched may be what stood in the way of eviction: without them the pool always suffices
-            # once nothing else runs.
-            if match.held and not self.running and self._place_uncached(seq):
-                return True
-            continuations = self.prefix.continuations(match)
-            self._shortage = _Shortage(seq, match, continuations, len(self.running), self._scarcity.eased)
-            return False
-        seq.pages = [*hit, *fresh]
-        seq.computed = len(hit) * self.kv.page_tokens
-        if match.partial is not None:
-            seq.copy = PageCopy(match.partial, fresh[0])
-            seq.computed += match.partial_tokens
-        seq.published = len(hit)
-        self._prefix_query_tokens += len(seq.tokens)
-        self._prefix_hit_tokens += seq.computed
-        if seq.cached is None:
-            seq.cached = seq.computed
-        return True
-
-    def _still_short(self, seq: Sequence) -> bool:
-        """True when `seq` found no room at its last try and nothing has changed since that could give it some."""
-        last = self._shortage
-        if last is None or last.seq is not seq or last.eased != self._scarcity.eased:
-            return False
-        if len(self.running) < last.running or self.prefix.continuations(last.match) != last.continuations:
-            return False
-        # As another try would: what the head of the queue waits to use again is not the first to be given up.
-        self.prefix.touch(last.match)
-        return True
-
-    def _place_uncached(self, seq: Sequence) -> bool:
-        n = pages_for(len(seq.tokens), self.kv.page_tokens)
-        fresh = self.kv.take(n) if self._scarcity.evict(n) else None
-        if fresh is None:
-            return False
-        seq.pages, seq.computed, seq.published = list(fresh), 0, 0
-        seq.cached = seq.cached or 0
-        return True
-
-    def _chunk(self, seq: Sequence, n: int) -> Chunk:
-        end = seq.computed + n
-        sample = self._sample_spec(seq) if end == len(seq.tokens) else None
-        pages = tuple(seq.pages[: pages_for(end, self.kv.page_tokens)])
-        return Chunk(seq.number, seq.computed, tuple(seq.tokens[seq.computed : end]), pages, sample)
-
-    def _sample_spec(self, seq: Sequence) -> SampleSpec:
-        request = seq.request
-        history = request.sampling.needs_history
-        return SampleSpec(
-            sampling=request.sampling,
-            position=seq.generated,
-            choice=seq.index,
-            banned=request.stop_ids if seq.generated < request.min_tokens else (),
-            prompt=request.prompt if history else (),
-            output=tuple(seq.tokens[len(request.prompt) :]) if history else (),
-        )
-
     # Committing
 
-    def _accept(self, seq: Sequence, result: Sampled) -> Emit:
+    def _accept(self, seq: Sequence, result: Sampled, scores: tuple[TokenLogprob, ...]) -> Emit:
         request = seq.request
-        seq.tokens.append(result.token)
-        self._sampled_tokens += 1
         finish = None
-        if result.token in request.stop_ids:
+        if result.token is not None:
+            seq.tokens.append(result.token)
+            self._sampled_tokens += 1
+        if result.fault is not None:
+            finish = FinishReason.ERROR
+        elif result.done or result.token in request.stop_ids:
             finish = FinishReason.STOP
         elif seq.generated >= request.max_tokens or len(seq.tokens) >= self.limits.context_tokens:
             finish = FinishReason.LENGTH
+        return self._tell(seq, finish, result.token, result.logprob, scores)
+
+    def _end_prompt(
+        self, seq: Sequence, scores: tuple[TokenLogprob, ...], embedding: tuple[float, ...] | None
+    ) -> list[Emit]:
+        """The prompt of a request that generates nothing is computed: all its choices end."""
+        finish = FinishReason.LENGTH if seq.request.pooling is None else FinishReason.STOP
+        others = [Emit(seq.request.id, sibling.index, finish=finish) for sibling in seq.siblings]
+        return [self._tell(seq, finish, scores=scores, embedding=embedding), *others]
+
+    def _end_spoilt(self, seq: Sequence) -> list[Emit]:
+        """What was computed for a sequence is not finite: it ends alone, with the choices that wait for its prompt.
+
+        Nobody is to start from its pages, so none of them stays in the cache, not even those that came from there: the
+        fault may lie in any. (Whose prompt starts with the same tokens meets the same fault, if the weights are why.)
+        """
+        self._placer.withdraw(seq)
+        others = [Emit(seq.request.id, sibling.index, finish=FinishReason.ERROR) for sibling in seq.siblings]
+        return [self._tell(seq, FinishReason.ERROR), *others]
+
+    def _tell(
+        self,
+        seq: Sequence,
+        finish: FinishReason | None,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        scores: tuple[TokenLogprob, ...] = (),
+        embedding: tuple[float, ...] | None = None,
+    ) -> Emit:
+        """A choice's news of a step in which it drew a token or ended; where it ended its pages go back."""
         cached = (seq.cached or 0) if seq.first else 0
         queued_s = seq.started_s - seq.order[0] if seq.first and seq.started_s is not None else None
         seq.first = False
         if finish is not None:
             self.running.remove(seq)
-            self._release(seq)
-        return Emit(request.id, seq.index, result.token, result.logprob, finish, cached, queued_s)
-
-    def _publish(self, seq: Sequence) -> None:
-        full = seq.computed // self.kv.page_tokens
-        if self.limits.prefix_caching and full > seq.published:
-            seq.pages[:full] = self.prefix.publish(seq.tokens, seq.pages[:full])
-            seq.published = full
+            self._placer.release(seq)
+        return Emit(seq.request.id, seq.index, token, logprob, finish, cached, queued_s, scores, embedding)
 
     def _fork_siblings(self, seq: Sequence) -> None:
         """The prompt is computed: its other choices start from its pages, one token short, and draw their own next."""
         siblings, seq.siblings = seq.siblings, []
-        reuse = len(seq.request.prompt) - 1
-        whole, rest = divmod(reuse, self.kv.page_tokens)
         for sibling in siblings:
-            if len(self.running) >= self._most_running or not self._scarcity.evict(1 + len(self.running)):
+            if len(self.running) < self._most_running and self._placer.fork(seq, sibling, len(self.running)):
+                bisect.insort(self.running, sibling, key=by_age)
+            else:
                 self._queue(sibling)
-                continue
-            tail = self.kv.take(1)
-            require(tail is not None, "evict promised a page that is not there")
-            for page in seq.pages[:whole]:
-                self.kv.share(page)
-            sibling.pages = [*seq.pages[:whole], *(tail or ())]
-            sibling.computed = reuse
-            sibling.published = whole
-            if rest:
-                self.kv.share(seq.pages[whole])
-                sibling.copy = PageCopy(seq.pages[whole], sibling.pages[whole])
-            bisect.insort(self.running, sibling, key=by_age)
 
     # Book-keeping
 
@@ -336,25 +292,19 @@ class Batcher:
         self.running, self.waiting = [], []
         return [Emit(seq.request.id, seq.index, finish=finish) for group in groups for seq in group]
 
-    def _new_sequence(self, request: Request, index: int, now: float) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, now: float, grammar: Any) -> Sequence:
         self._next_number += 1
-        return Sequence(self._next_number, request, index, now)
+        return Sequence(self._next_number, request, index, now, grammar)
 
     def _queue(self, seq: Sequence) -> None:
         bisect.insort(self.waiting, seq, key=by_age)
 
-    def _release(self, seq: Sequence) -> None:
-        """Give up every page of a sequence, youngest first, so that a prefix is the last to go."""
-        self._drop_copy(seq)
-        for page in reversed(seq.pages):
-            self.kv.drop(page)
-        seq.pages = []
 
-    def _drop_copy(self, seq: Sequence) -> None:
-        """The copy has run, or never will: its source need not be held for it any longer."""
-        if seq.copy is not None:
-            self.kv.drop(seq.copy.source)
-            seq.copy = None
+def _spoilt(drawn: Sampled | None, reading: Reading | None) -> bool:
+    """True when what the step computed for a sequence cannot be used, nor anything that would build on it."""
+    if reading is not None and reading.fault is not None:
+        return True
+    return drawn is not None and drawn.fault is Fault.NOT_FINITE
 
 
 def _hand_over(seq: Sequence) -> None:

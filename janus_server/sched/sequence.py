@@ -5,7 +5,9 @@ The batcher makes sequences and is the only one that writes their fields; `scarc
 
 from __future__ import annotations
 
-from janus_server.types import PageCopy, Request
+from typing import Any
+
+from janus_server.types import PageCopy, Pooling, Request
 
 
 class Sequence:
@@ -13,12 +15,17 @@ class Sequence:
 
     cached is how many prompt tokens the prefix cache gave, set once, when the request first finds its pages. A sibling
     starts from what the first choice computed, so that is no gain of the cache: its number is 0 from the start.
+
+    Of the prompt's rows those from `read` to `to_read` still owe something beside the next token (log probabilities, a
+    share of the embedding). They are computed in order and never come from a cache; what was read stays read when the
+    sequence is preempted, and `sums` with it. grammar is the request's matcher as it came, shared by its choices;
+    matcher is this choice's own copy, in step with its generated tokens. Neither is looked into here.
     """
 
-    __slots__ = ("cached", "computed", "copy", "first", "index", "number", "order", "pages", "published", "request",
-                 "siblings", "started_s", "tokens")  # fmt: skip
+    __slots__ = ("cached", "computed", "copy", "first", "grammar", "index", "matcher", "number", "order", "pages",
+                 "published", "read", "request", "siblings", "started_s", "sums", "to_read", "tokens")  # fmt: skip
 
-    def __init__(self, number: int, request: Request, index: int, arrived_s: float) -> None:
+    def __init__(self, number: int, request: Request, index: int, arrived_s: float, grammar: Any = None) -> None:
         self.number = number
         self.request = request
         self.index = index
@@ -32,6 +39,10 @@ class Sequence:
         self.started_s: float | None = None
         self.copy: PageCopy | None = None
         self.siblings: list[Sequence] = []
+        self.grammar = grammar
+        self.matcher: Any = None
+        self.sums: Any = None
+        self.read, self.to_read = _rows_to_read(request) if index == 0 else (0, 0)
 
     @property
     def gap(self) -> int:
@@ -41,6 +52,17 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+
+def _rows_to_read(request: Request) -> tuple[int, int]:
+    """The first row of the prompt whose output is wanted beside the next token, and the one after the last."""
+    rows = len(request.prompt)
+    match request.pooling:
+        case Pooling.MEAN:
+            return 0, rows
+        case Pooling.LAST:
+            return rows - 1, rows
+    return 0, 0 if request.prompt_logprobs is None else rows - 1
 
 
 def by_age(seq: Sequence) -> tuple[float, int]:

@@ -25,7 +25,7 @@ from janus_server.suggest import nearest
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """What the command line asked for; model None takes the server's first."""
+    """What the command line asked for; model None takes the server's first. key is the server's API key, if any."""
 
     url: str
     model: str | None = None
@@ -33,6 +33,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     temperature: float | None = None
     max_tokens: int | None = None
     prompt: str | None = None
+    key: str | None = None
 
 
 class Failed(Exception):
@@ -136,7 +137,7 @@ def run(options: ChatOptions) -> int:
             stream.reconfigure(errors="replace")
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     try:
-        models = asyncio.run(_models(options.url))
+        models = asyncio.run(_models(options))
         model = _pick(models, options.model)
         if options.prompt is not None or not sys.stdin.isatty():
             question = "\n\n".join(part for part in (options.prompt, piped.strip()) if part)
@@ -219,7 +220,7 @@ class Conversation:
                 print("\n".join(f"{'*' if model == self._model else ' '} {model}" for model in self._models))
             case "/model", wanted:
                 try:
-                    self._models = asyncio.run(_models(self._options.url))
+                    self._models = asyncio.run(_models(self._options))
                     self._model = _pick(self._models, wanted)
                 except Failed as error:
                     print(f"janus: {error}", file=sys.stderr)
@@ -256,7 +257,7 @@ async def _stream(options: ChatOptions, model: str, messages: list[dict[str, str
     body |= {"temperature": options.temperature} if options.temperature is not None else {}
     body |= {"max_tokens": options.max_tokens} if options.max_tokens is not None else {}
     try:
-        async with _session() as http, http.post(f"{options.url}/v1/chat/completions", json=body) as response:
+        async with _session(options) as http, http.post(f"{options.url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 raise Failed(_refusal(await response.read(), response.status))
             async for line in response.content:
@@ -278,9 +279,10 @@ def _piece(data: bytes) -> Piece:
     return Piece(text, event.usage.completion_tokens if event.usage else None)
 
 
-async def _models(url: str) -> list[str]:
+async def _models(options: ChatOptions) -> list[str]:
+    url = options.url
     try:
-        async with _session() as http, http.get(f"{url}/v1/models") as response:
+        async with _session(options) as http, http.get(f"{url}/v1/models") as response:
             if response.status != 200:
                 raise Failed(_refusal(await response.read(), response.status))
             return [model.id for model in msgspec.json.decode(await response.read(), type=_Listed).data]
@@ -288,10 +290,11 @@ async def _models(url: str) -> list[str]:
         raise _unreachable(url, error) from None
 
 
-def _session() -> aiohttp.ClientSession:
+def _session(options: ChatOptions) -> aiohttp.ClientSession:
     # No total limit: an answer may take long. Long single events are legal, hence the buffer.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-    return aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20)
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    return aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20, headers=headers)
 
 
 def _pick(models: list[str], wanted: str | None) -> str:

@@ -8,7 +8,7 @@ Cost per token does not depend on how much text there is already.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -45,10 +45,14 @@ class Detokenizer:
     that already has text, the first generated token is in mid-sentence and keeps its space.
     """
 
-    __slots__ = ("_decode", "_is_special", "_skip_special", "_strip", "_token_bytes")
+    __slots__ = ("_decode", "_is_special", "_kept", "_skip_special", "_strip", "_token_bytes")
 
-    def __init__(self, tokenizer: TokenBytes, skip_special: bool, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, skip_special: bool, prompt: Sequence[int] = (), kept: Collection[int] = ()
+    ) -> None:
+        """kept: special tokens that are text even where the others are skipped."""
         self._token_bytes = tokenizer.token_bytes
+        self._kept = kept
         self._is_special = tokenizer.is_special
         self._skip_special = skip_special
         # Both byte-level and byte-fallback vocabularies are strings of bytes, so UTF-8's own decoder knows what is
@@ -58,7 +62,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that this token completes, often "" in the middle of a character."""
-        if self._skip_special and self._is_special(token):
+        if self._skip_special and self._is_special(token) and token not in self._kept:
             return ""
         return self._first(self._decode(self._token_bytes(token)))
 

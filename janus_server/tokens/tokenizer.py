@@ -26,6 +26,7 @@ from janus_server.tokens.template import ChatInput, ChatTemplate, texts_in
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _NO_TEMPLATE = "This model has no chat template. Use /v1/completions instead."
+_TOO_DEEP = "A message, or what goes with it to the chat template, is nested too deeply."
 _ENTANGLED = "A message spells a control token of this model where the chat template rewrites it."
 
 
@@ -83,6 +84,36 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template that plain conversations are written with."""
+        return self._parts.templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that conversations with tools are written with."""
+        return self._parts.templates.get("tool_use", self.chat_template)
+
+    def added(self, texts: Iterable[str]) -> dict[str, tuple[int, bool]]:
+        """Those of the texts that are added tokens: the id, and whether it is special."""
+        ids = {text: self._backend.token_to_id(text) for text in texts}
+        known = self._backend.get_added_tokens_decoder()
+        return {text: (i, i in self._special_ids) for text, i in ids.items() if i in known}
+
+    @property
+    def token_texts(self) -> Mapping[str, str]:
+        """The texts of bos_token, eos_token, pad_token and unk_token, as far as the checkpoint names them."""
+        return self._parts.token_texts
+
+    @property
+    def kind(self) -> str:
+        """How the vocabulary is cut: BPE, Unigram, WordPiece or WordLevel."""
+        return type(self._backend.model).__name__
+
+    def entry(self, token: int) -> str:
+        """A token as the vocabulary spells it ("Ġthe"); "" for an id that it does not hold."""
+        return (self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None) or ""
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Ids of `text`; add_special puts BOS (and EOS) around it, parse_special reads control tokens in it."""
         text = _valid(text)
@@ -118,12 +149,15 @@ class Tokenizer:
         template = template or self._templates.get("default")
         if template is None:
             raise Refused(_NO_TEMPLATE, param="messages", code="no_chat_template")
-        chat = template.prepare(messages, tools, add_generation_prompt, kwargs)
-        prompt = template.render(chat)
-        spelled = self._spelled(texts_in((chat.messages, chat.tools, chat.kwargs)))
-        if not spelled:
-            return self._encode_as_written(_valid(prompt))
-        return self._encode_guarded(template, chat, prompt, spelled)
+        try:
+            chat = template.prepare(messages, tools, add_generation_prompt, kwargs)
+            prompt = template.render(chat)
+            spelled = self._spelled(texts_in((chat.messages, chat.tools, chat.kwargs)))
+            if not spelled:
+                return self._encode_as_written(_valid(prompt))
+            return self._encode_guarded(template, chat, prompt, spelled)
+        except RecursionError:
+            raise Refused(_TOO_DEEP, param="messages") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

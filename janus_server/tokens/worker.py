@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own, so that the kernel bounds what they cost. A program, not a module.
 
-`render` starts it and asks one question a frame (4 bytes of length, then JSON) on a socket that is stdin and
-stdout at once. A template that is too slow, too large or finds a way out of the sandbox ends this process, which holds
-no secret, can open no file, and is replaced. Imports jinja2 and the standard library only; never the server.
+`render` starts it and asks one question at a time (see `bounded_child`). A template that is too slow, too large or
+finds a way out of the sandbox ends this process, which holds no secret, can open no file, and is replaced. Imports
+jinja2, the standard library and `bounded_child` only; nothing else of the server.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import resource
-import signal
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateRuntimeError, Undefined, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from janus_server.bounded_child import serve
 
 TEMPLATES_KEPT = 64
 # What these make jinja2 import cannot be imported once no file can be opened.
@@ -62,37 +62,18 @@ def main(cpu_s: float, memory_bytes: int, output_chars: int) -> None:
     for source in WARM:
         with contextlib.suppress(TemplateError):
             sandbox.from_string(source).render()
-    _lock_down(memory_bytes)
-    while (question := _read(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process wherever it is, in C code too
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = _answer(sandbox, compiled, question, output_chars)
+            return _answer(sandbox, compiled, question, output_chars)
         except (MemoryError, RecursionError, OverflowError):
-            answer = {"error": "too costly"}
+            return {"error": "too costly"}
         except RaisedByTemplate as error:
-            answer = {"error": "raised", "said": (error.message or "")[:200]}
+            return {"error": "raised", "said": (error.message or "")[:200]}
         except (TemplateError, SyntaxError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-            answer = {"error": "failed"}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        data = json.dumps(answer).encode()
-        sys.stdout.buffer.write(len(data).to_bytes(4, "little") + data)
-        sys.stdout.buffer.flush()
+            return {"error": "failed"}
 
-
-def _lock_down(memory_bytes: int) -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_NOFILE, 0),  # what is open stays; nothing more can be opened
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))
-
-
-def _read(stream: BinaryIO) -> dict[str, Any] | None:
-    head = stream.read(4)
-    return json.loads(stream.read(int.from_bytes(head, "little"))) if len(head) == 4 else None
+    serve(answer, cpu_s, memory_bytes)
 
 
 def _answer(

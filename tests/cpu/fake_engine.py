@@ -17,6 +17,7 @@ from fake_call import Merged
 from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.errors import Refused
+from janus_server.orders import Stage
 
 BOS, EOS, VOCAB = 256, 257, 300
 
@@ -25,6 +26,7 @@ class ByteTokenizer:
     """Token i < 256 is byte i; 256 begins a text, 257 ends it, the rest spell their number."""
 
     longest_token_chars = 5
+    vocab_size = 300
 
     strips_first_space = False
 
@@ -71,6 +73,7 @@ class FakeModel:
         self.tokenizer = ByteTokenizer()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.failed = False
         self.refusal: Refused | None = None
         self.stall_at = self.fail_at = self.abort_at = self.bug_at = -1
         self.step_s = 0.0
@@ -79,7 +82,7 @@ class FakeModel:
         self.live: set[str] = set()
         self.aborted: list[str] = []
 
-    def submit(self, requests: Sequence[types.Request]) -> Merged:
+    def submit(self, requests: Sequence[types.Request], matchers: Sequence[object] = ()) -> Merged:
         return Merged([self.generate(request) for request in requests])
 
     async def generate(self, request: types.Request) -> AsyncGenerator[types.Delta, None]:
@@ -123,9 +126,10 @@ class FakeModel:
             logprobs = (self._logprob(token, step, request.sampling.logprobs),)
         finish = types.FinishReason.LENGTH if step + 1 == request.max_tokens else None
         text = chr(token) if self.text is None else self.text
-        if token in request.stop_ids or text in request.stop:
+        stop = text if text in request.stop else None
+        if token in request.stop_ids or stop is not None:
             finish, text = types.FinishReason.STOP, ""
-        return types.Delta(index, text, (token,), logprobs, finish, cached_tokens=3)
+        return types.Delta(index, text, (token,), logprobs, finish, cached_tokens=3, stop=stop)
 
     def _logprob(self, token: int, step: int, k: int) -> types.TokenLogprob:
         """The chosen token is second likeliest; one alternative is half a character, the last is impossible."""
@@ -137,7 +141,6 @@ class FakeModel:
 class FakeNode:
     def __init__(self, *models: FakeModel) -> None:
         self.models = {model.card.id: model for model in models}
-        self.cards = {model.card.id: model.card for model in models}
         self.reason: str | None = None
         self.pool_pages = 100
         self.free_pages = 60
@@ -148,11 +151,28 @@ class FakeNode:
     def refusing(self) -> str | None:
         return self.reason
 
+    @property
+    def cards(self) -> dict[str, types.ModelCard]:
+        return {name: model.card for name, model in self.models.items()}
+
+    @property
+    def prepared(self) -> dict[str, FakeModel]:
+        return self.models
+
+    def stages(self) -> dict[str, Stage]:
+        return dict.fromkeys(self.models, Stage.ACTIVE)
+
+    def troubled(self) -> frozenset[str]:
+        return frozenset()
+
     async def model(self, name: str) -> FakeModel | None:
         return self.models.get(name)
 
     def stats(self) -> dict[str, types.BatcherStats]:
         return {name: types.BatcherStats(len(m.live), 2, 1, 20, 10, 500, 300) for name, m in self.models.items()}
+
+    def loads(self) -> dict[str, types.Load]:
+        return {name: types.Load(len(m.live) + 2, 1.5) for name, m in self.models.items()}
 
     def memory(self) -> dict[types.Owner, int]:
         return {

@@ -14,18 +14,27 @@ from aiohttp import web
 from fake_engine import FakeModel, FakeNode
 from prometheus_client.parser import text_string_to_metric_families
 
+from janus_server.admission import Admission, QueueBounds
 from janus_server.api.bodies import Limits
 from janus_server.http.app import build_app
 from janus_server.http.edge import build_runner
+from janus_server.http.gate import Gate, Places
+from janus_server.keys import KeyRing
 from janus_server.metrics import Metrics
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "fake", "messages": HI, "seed": 0}
+OPEN = Places(local=False, bound="test")
+NO_KEYS = KeyRing()
+ROOMY = QueueBounds(10_000, 10**9)
 PROMPT_TOKENS = len("user:hi\nassistant:") + 1
 
 
 class Server:
     """A served fake node and ways to talk to it."""
+
+    gate: Gate
+    admission: Admission
 
     def __init__(self, model: FakeModel, node: FakeNode, port: int) -> None:
         self.model = model
@@ -63,15 +72,26 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def served(model: FakeModel | None = None, limits: Limits | None = None) -> AsyncIterator[Server]:
-    """The node, behind a real socket; at the end no request may be left in its engine."""
+async def served(
+    model: FakeModel | None = None,
+    limits: Limits | None = None,
+    *,
+    keys: KeyRing = NO_KEYS,
+    places: Places = OPEN,
+    queue: QueueBounds = ROOMY,
+) -> AsyncIterator[Server]:
+    """The node, behind a real socket; at the end no request may be left in its engine, and no grant."""
     model = model or FakeModel()
     limits = limits or Limits(body_bytes=256 * 1024, keep_alive_s=0.05)
     node = FakeNode(model)
-    runner = build_runner(build_app(node, metrics=Metrics(), limits=limits), limits)
+    metrics = Metrics()
+    admission = Admission(queue, queue, keys.limits())
+    gate = Gate(places, keys, metrics)
+    runner = build_runner(build_app(node, metrics=metrics, limits=limits, admission=admission), limits, gate)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server = Server(model, node, runner.addresses[0][1])
+    server.gate, server.admission = gate, admission
     try:
         yield server
     finally:
@@ -79,6 +99,7 @@ async def served(model: FakeModel | None = None, limits: Limits | None = None) -
         await server.openai.close()
         await runner.cleanup()
     assert not model.live
+    assert (admission.open_calls, admission.queued(), gate.active) == (0, (0, 0), 0)
 
 
 def is_error(body: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from janus_server.model.load import load_weights, open_checkpoint, plan_layout
 from janus_server.model.runner import Runner
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
-from janus_server.types import Batch, Chunk, Request, Sampled, SampleSpec, Sampling
+from janus_server.types import Batch, Chunk, Emit, FinishReason, Request, Sampled, SampleSpec, Sampling, TokenLogprob
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -57,6 +57,7 @@ class LocalEngine:
             )
             for i in range(spec.n_layers)
         )  # fmt: skip
+        self.kernels = kernels
         self.context_tokens = context_tokens
         self.kv = KvPages(self.xtensor.pool, "m", kv.page_tokens)
         self.runner = Runner(
@@ -66,6 +67,7 @@ class LocalEngine:
             page_bytes,
         )
         self.rows: dict[tuple[str, int], list[np.ndarray]] = {}
+        self.emits: list[Emit] = []
         self.reset()
 
     def reset(self, **limits: object) -> None:
@@ -83,29 +85,56 @@ class LocalEngine:
         self.batcher = Batcher(self.kv, self.prefix, self.scarcity, BatcherLimits(**settings))
         self.scarcity.join(self.batcher)
 
+    def poison(self, token: int) -> None:
+        """Make a token's embedding NaN. The loader refuses such a checkpoint; memory can still go bad."""
+        rows = self.kernels.read_rows(self.weights.embed)
+        rows[token] = np.nan
+        self.kernels.store_rows(rows, 0, self.weights.embed)
+
     def generate(
         self, *requests: Request, forced: dict[str, list[int]] | None = None
     ) -> dict[tuple[str, int], list[int]]:
-        """Run requests to their end; tokens by (id, index). Logits of every sampled row are kept in `rows`.
+        """Run requests to their end; tokens by (id, index). Logits of every sampled row are kept in `rows`, all news in
+        `emits`.
 
         `forced` replaces the sampled token of a request's position by a given one (teacher forcing).
         """
         out: dict[tuple[str, int], list[int]] = {}
-        self.rows = {}
+        self.rows, self.emits = {}, []
         for request in requests:
             self.batcher.add(request, 0.0)
         while not self.batcher.idle:
-            batch = self.batcher.plan(0.0)
-            assert batch is not None
-            names = self._names(batch)
-            logits = self.runner.forward(self.runner.stage(batch)).copy()
-            results = self._draw(batch, logits, names, forced or {})
-            for name, row in zip(names, logits, strict=False):
-                self.rows.setdefault(name, []).append(row)
-            for emit in self.batcher.commit(batch, results):
-                out.setdefault((emit.request_id, emit.index), []).append(emit.token)
+            for emit in self.step(forced or {}):
+                if emit.token is not None:
+                    out.setdefault((emit.request_id, emit.index), []).append(emit.token)
         self.xtensor.pool.check()
         return out
+
+    def step(self, forced: dict[str, list[int]] | None = None) -> list[Emit]:
+        """Plan, run and commit one step."""
+        batch = self.batcher.plan(0.0)
+        assert batch is not None
+        names = self._names(batch)
+        logits = self.runner.forward(self.runner.stage(batch)).copy()
+        readings = self.runner.read(batch)
+        results = self._draw(batch, logits, names, forced or {})
+        for name, row in zip(names, logits, strict=False):
+            self.rows.setdefault(name, []).append(row)
+        emits = self.batcher.commit(batch, results, readings)
+        self.emits += emits
+        return emits
+
+    def scores(self, name: str) -> list[TokenLogprob]:
+        """The log probabilities of a request's prompt, as far as they came."""
+        return [one for e in self.emits if e.request_id == name for one in e.prompt_logprobs]
+
+    def embedding(self, name: str) -> np.ndarray:
+        (found,) = [e.embedding for e in self.emits if e.request_id == name and e.embedding is not None]
+        return np.array(found, np.float32)
+
+    def finish(self, name: str, index: int = 0) -> FinishReason:
+        (found,) = [e.finish for e in self.emits if (e.request_id, e.index) == (name, index) and e.finish is not None]
+        return found
 
     def logits_of(self, tokens: list[int], chunks: list[int]) -> np.ndarray:
         """Logits [len(chunks), vocab] at the end of each chunk of one sequence, laid over pages in no order."""

@@ -32,6 +32,11 @@ def tiny_model(folder: Path, seed: int = 0, **overrides: object) -> Path:
         "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     hf_folder(folder, "LlamaForCausalLM", seed=seed, **{**shape, **overrides})
+    return tiny_tokenizer(folder)
+
+
+def tiny_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer of 300 entries, and a ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +68,7 @@ class Server:
         )
         self.log = ""
         if self._wait:
-            self.read_until(r"ready on (http://\S+)")
+            self.read_until(r"ready on (https?://\S+)")
         return self
 
     def __exit__(

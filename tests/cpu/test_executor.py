@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kernel_cases import open_table
 from local_engine import LocalEngine, request
 from server_process import tiny_model
 
+from janus_server.config import ServeConfig
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, DeviceThread, EndAll, Engine, StepReport, Stop, Submit
+from janus_server.node import Node as ServerNode
 from janus_server.types import FinishReason, PageKind
 
 
@@ -41,6 +46,16 @@ class Node:
 
     def kv_pages(self) -> int:
         return sum(n for owner, n in self.local.xtensor.pool.held().items() if owner.kind is PageKind.KV)
+
+
+def served_by(thread: DeviceThread, frozen_after_s: float) -> ServerNode:
+    """The node of a server whose models are loaded onto that thread."""
+    config = ServeConfig(
+        models=(), memory_bytes=1 << 20, threads=1, cache_dir=Path(), frozen_after_s=frozen_after_s
+    )  # fmt: skip
+    made = ServerNode(config)
+    made._device, made._loaded = thread, True
+    return made
 
 
 @pytest.fixture
@@ -99,3 +114,35 @@ def test_end_all_ends_everything_once_and_frees_its_pages(node: Node) -> None:
     ended = node.ends(2)
     assert set(ended) == {("a", 0), ("a", 1)}
     assert node.kv_pages() == 0
+
+
+def test_a_blocked_step_is_seen_from_outside_and_waiting_for_work_is_not(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = time.monotonic() + 1000.0
+    node.thread.post(Submit("m", request("a", [5, 6], 2), 0.0))
+    assert node.ends(1)
+    while node.thread.stalled_s(later):  # it goes to sleep
+        time.sleep(0.001)
+    forward, entered, go_on = node.local.runner.forward, threading.Event(), threading.Event()
+
+    def blocked(arrays: Any) -> Any:
+        entered.set()
+        go_on.wait(30)
+        return forward(arrays)
+
+    monkeypatch.setattr(node.local.runner, "forward", blocked)
+    before = time.monotonic()
+    node.thread.post(Submit("m", request("b", [5, 6], 2), 0.0))
+    assert entered.wait(30)
+    stuck = time.monotonic()
+    # Counted from when the work came, not from the end of the work before it.
+    assert 900.0 < later - stuck <= node.thread.stalled_s(later) <= later - before
+    for frozen_after_s, ready in ((0.0, False), (1000.0, True)):
+        shown = served_by(node.thread, frozen_after_s).ready()
+        assert (shown is None) is ready
+        assert ready or (shown is not None and "--frozen-after 0" in shown)
+    go_on.set()
+    assert node.ends(1) == {("b", 0): FinishReason.LENGTH}
+    while node.thread.stalled_s(later):
+        time.sleep(0.001)

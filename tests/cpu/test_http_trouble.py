@@ -29,6 +29,8 @@ async def server() -> AsyncIterator[Server]:
 
 # Errors
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
@@ -40,7 +42,7 @@ async def server() -> AsyncIterator[Server]:
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages", "invalid_value"),
         ("/v1/chat/completions", {**CHAT, "temperature": 3}, 400, "temperature", "invalid_value"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 5000}, 400, "max_tokens", "context_length_exceeded"),
-        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "unsupported_parameter"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
          "messages[0].content[0].type", None),
         ("/v1/completions", {"model": "fake", "prompt": "x" * 600}, 400, "prompt", "context_length_exceeded"),
@@ -49,9 +51,10 @@ async def server() -> AsyncIterator[Server]:
         ("/v1/completions", {"model": "fake", "prompt": [[]]}, 400, "prompt", "invalid_value"),
         ("/v1/completions", {"model": "fake", "prompt": "", "add_special_tokens": False}, 400, "prompt",
          "invalid_value"),
-        ("/v1/completions", {"model": "fake", "prompt": "x", "echo": True, "logprobs": 1}, 400, "echo",
-         "unsupported_parameter"),
-        ("/v1/completions", {"model": "fake", "prompt": "x", "n": 2, "best_of": 3}, 400, "best_of", "invalid_value"),
+        ("/v1/completions", {"model": "fake", "prompt": "x", "n": 3, "best_of": 2}, 400, "best_of", "invalid_value"),
+        ("/v1/completions", {"model": "fake", "prompt": "x", "best_of": 2, "stream": True}, 400, "best_of",
+         "invalid_value"),
+        ("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
         ("/v1/nothing", {}, 404, None, "not_found"),
         ("/v1/models", {}, 405, None, "method_not_allowed"),
     ],

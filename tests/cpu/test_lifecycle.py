@@ -47,7 +47,8 @@ async def opened(config: ServeConfig) -> AsyncIterator[Node]:
 
 
 def request(name: str, tokens: int = 8, number: int = 0, prompt: tuple[int, ...] = (5, 6, 7, 8)) -> Request:
-    return Request(id=f"{name}-{number}", model=name, prompt=prompt, max_tokens=tokens, sampling=Sampling(temperature=0))
+    greedy = Sampling(temperature=0)
+    return Request(id=f"{name}-{number}", model=name, prompt=prompt, max_tokens=tokens, sampling=greedy)
 
 
 async def generate(node: Node, name: str, tokens: int = 8, number: int = 0) -> tuple[list[int], FinishReason]:

@@ -50,7 +50,7 @@ def client(server: Server) -> openai.OpenAI:
 def live_kv(metrics: dict[str, float]) -> tuple[float, float]:
     """Sequences running or waiting, over all models."""
     return tuple(
-        sum(v for k, v in metrics.items() if k.startswith(f"vllm:num_requests_{state}"))
+        sum(v for k, v in metrics.items() if k.startswith(f"vllm:num_requests_{state}{{"))
         for state in ("running", "waiting")
     )  # type: ignore[return-value]
 

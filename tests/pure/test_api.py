@@ -24,6 +24,7 @@ TARGET = api.Target("m", 100, 300, (257,), types.Sampling(temperature=0.7, top_p
 LABEL = api.Label("cmpl-1", 1_700_000_000, 42)
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
+F = {"name": "f", "arguments": "{}"}
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -91,10 +92,11 @@ BAD_COMMON: list[tuple[str, Any, str]] = [
     ("stream_options", True, "stream_options"),
     ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
     ("ignore_eos", 1, "ignore_eos"),
-    ("response_format", {"type": "json_object"}, "response_format"),
-    ("response_format", {}, "response_format"),
-    ("guided_json", {"type": "object"}, "guided_json"),
-    ("structured_outputs", {"regex": "a"}, "structured_outputs"),
+    ("response_format", "json_object", "response_format"),
+    ("structured_outputs", "a", "structured_outputs"),
+    ("guided_json", 5, "guided_json"),
+    ("guided_choice", ["a", 1], "guided_choice[1]"),
+    ("guided_regex", ["a"], "guided_regex"),
     ("prompt_logprobs", 0, "prompt_logprobs"),
     ("bad_words", ["x"], "bad_words"),
 ]
@@ -111,8 +113,9 @@ BAD_TEXT: list[tuple[str, Any, str]] = [
     ("logprobs", -1, "logprobs"),
     ("logprobs", 21, "logprobs"),
     ("logprobs", True, "logprobs"),
-    ("best_of", 2, "best_of"),
+    ("best_of", 129, "best_of"),
     ("best_of", 0, "best_of"),
+    ("max_tokens", 0, "max_tokens"),
     ("suffix", "x", "suffix"),
     ("echo", 1, "echo"),
 ]
@@ -127,7 +130,7 @@ BAD_CHAT: list[tuple[str, Any, str]] = [
     ("messages", ["hi"], "messages[0]"),
     ("logprobs", 1, "logprobs"),
     ("top_logprobs", 2, "top_logprobs"),
-    ("tools", [{"type": "function"}], "tools"),
+    ("tools", [{"type": "function"}], "tools[0].function"),
     ("functions", [{"name": "f"}], "functions"),
     ("chat_template", "{{ 1 }}", "chat_template"),
     ("chat_template_kwargs", [], "chat_template_kwargs"),
@@ -315,7 +318,7 @@ def test_what_clients_always_send_is_accepted() -> None:
         continue_final_message=False,
     )  # fmt: skip
     assert call.stream is False
-    plan_chat(tools=[{"type": "function"}], tool_choice="none")
+    plan_chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
     plan(best_of=1, suffix=None, logprobs=None, echo=False, prompt_logprobs=None)
     plan(best_of=3, n=3)
 
@@ -413,7 +416,7 @@ def test_ranges_in_words_are_the_ranges_that_are_checked() -> None:
         )
         if numbers:
             found[name] = [float(x) if "." in x else int(x) for x in numbers.groups() if x]
-    assert found["temperature"] == [0, 2] and found["repetition_penalty"] == [0.01, 100] and found["max_tokens"] == [1]
+    assert found["temperature"] == [0, 2] and found["repetition_penalty"] == [0.01, 100] and found["n"] == [1]
     for name, bounds in found.items():
         for bound in bounds:
             completion(**{name: bound})
@@ -430,7 +433,7 @@ def test_messages_reach_the_template_whole() -> None:
         "messages": [
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": F}]},
             {"role": "tool", "tool_call_id": "1", "content": "r"},
         ],
     }
@@ -438,6 +441,6 @@ def test_messages_reach_the_template_whole() -> None:
     assert messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": F}]},
         {"role": "tool", "tool_call_id": "1", "content": "r"},
     ]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from janus_server import types
-from janus_server.api import parse
+from janus_server.api import chat_reply, parse
 from janus_server.api import plan as api
 from janus_server.api import reply as api_reply
 from janus_server.api.bodies import Limits
@@ -53,7 +53,7 @@ def plan_chat(**fields: Any) -> api.Call:
 
 
 def stream(call: api.Call, deltas: list[tuple[int, types.Delta]]) -> list[dict[str, Any]]:
-    reply = api_reply.StreamReply(call, Bytes())
+    reply = (chat_reply.StreamChat if call.kind is api.Kind.CHAT else api_reply.StreamReply)(call, Bytes())
     raw = b"".join(reply.events(prompt, delta) for prompt, delta in deltas)
     events = (raw + reply.end()).split(b"\n\n")
     assert events.pop() == b""
@@ -107,7 +107,7 @@ def test_completion_chunks_count_choices_over_prompts() -> None:
 @given(st.text())
 def test_any_text_survives_and_no_line_reader_can_cut_it(text: str) -> None:
     call = plan_chat(stream=True)
-    raw = api_reply.StreamReply(call, Bytes()).events(0, types.Delta(0, text, (1,)))
+    raw = chat_reply.StreamChat(call, Bytes()).events(0, types.Delta(0, text, (1,)))
     assert len(raw.decode().splitlines()) == 2
     assert json.loads(raw.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
 
@@ -137,7 +137,7 @@ def test_completion_logprobs() -> None:
 
 def test_chat_logprobs() -> None:
     call = plan_chat(logprobs=True, top_logprobs=1)
-    reply = api_reply.WholeReply(call, Bytes())
+    reply = chat_reply.WholeChat(call, Bytes())
     reply.add(0, types.Delta(0, "a", (97,), (top(97, -2.0, (98, -0.5)),), LENGTH))
     body = json.loads(reply.body())
     assert body["choices"][0]["logprobs"]["content"] == [
@@ -161,7 +161,7 @@ def test_chat_has_k_alternatives_and_completions_the_chosen_one_too(k: int) -> N
     delta = types.Delta(0, "a", (97,), (types.TokenLogprob(97, -2.0, likeliest),), LENGTH)
     for call in (plan_chat(logprobs=True, top_logprobs=k, stream=True), plan_chat(logprobs=True, top_logprobs=k)):
         assert call.requests[0].sampling.logprobs == k
-        whole = api_reply.WholeReply(call, Bytes())
+        whole = chat_reply.WholeChat(call, Bytes())
         whole.add(0, delta)
         streamed = stream(call, [(0, delta)])[0]
         for answer in (json.loads(whole.body()), streamed):
@@ -213,6 +213,8 @@ def test_only_stop_and_length_end_an_answer() -> None:
     for finish in (types.FinishReason.ERROR, types.FinishReason.ABORT):
         with pytest.raises(Bug):
             api_reply.StreamReply(plan(), Bytes()).events(0, types.Delta(0, finish=finish))
+        with pytest.raises(Bug):
+            chat_reply.StreamChat(plan_chat(), Bytes()).events(0, types.Delta(0, finish=finish))
         failed = api_reply.failure(types.Delta(0, finish=finish))
         assert failed is not None
         assert failed.status >= 500

@@ -157,7 +157,7 @@ class TestChoices:
         first, second, third = (c.pages for c in batch.chunks)
         assert first[:2] == second[:2] == third[:2] and len({first[2], second[2], third[2]}) == 3
         assert batch.copies == (PageCopy(first[2], second[2]), PageCopy(first[2], third[2]))
-        node.emits += node.batcher.commit(batch, node.memory.run(batch))
+        node.emits += node.batcher.commit(batch, *node.memory.run(batch))
         node.run()
         assert node.right(request)
 

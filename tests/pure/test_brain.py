@@ -1,4 +1,4 @@
-"""The Brain against an imaginary node: transcripts that a reader can follow, and random lives that must all end well."""
+"""The Brain against an imaginary node: transcripts that a reader can follow, and random lives that all end well."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ import random
 import pytest
 
 from janus_server import orders
-from janus_server.orders import Asked, Busy, Done, Failed, Joined, KnownModel, Order, Refuse, Report, Stage, Tick
-from janus_server.orders import Unwanted, Verb, Wanted, Wish
+from janus_server.orders import (
+    Asked,
+    Busy,
+    Done,
+    Failed,
+    Joined,
+    KnownModel,
+    Order,
+    Refuse,
+    Report,
+    Stage,
+    Tick,
+    Unwanted,
+    Verb,
+    Wanted,
+    Wish,
+)
 from janus_server.sched.brain import Brain, BrainSettings
 
 

@@ -156,7 +156,7 @@ def test_what_is_merely_large_is_rendered_up_to_the_limit() -> None:
 def test_a_renderer_that_was_killed_is_replaced() -> None:
     renderers = Renderers(workers=1)
     assert render("a", renderers=renderers) == "a"
-    worker = renderers._idle.queue[0]
+    worker = renderers._workers._idle.queue[0]
     assert worker is not None
     os.kill(worker._process.pid, signal.SIGKILL)
     worker._process.wait(10)
@@ -168,8 +168,9 @@ def test_a_renderer_can_open_nothing() -> None:
     """Even a template that left the sandbox finds no file, no socket and no secret."""
     program = (
         "import sys\n"
-        "from janus_server.tokens import worker as chat_worker\n"
-        "chat_worker._lock_down(1 << 30)\n"
+        "from janus_server.bounded_child import lock_down\n"
+        "from janus_server.tokens import worker\n"
+        "lock_down(1 << 30)\n"
         "try: open('/etc/hostname')\n"
         "except OSError as error: sys.stdout.write(type(error).__name__ + str(error.errno))\n"
     )

@@ -76,6 +76,9 @@ def test_unknown_arguments_are_one_line_and_exit_code_two(
         (["serve", "--port", "99999", "x"], "--port: '99999'"),
         (["serve", "--set", "prot=1", "x"], 'did you mean "port"'),
         (["serve", "/absent"], "neither a folder"),
+        (["serve", "--api-key", "hunter2-hunter2"], "--api-key-file"),
+        (["serve", "--api-key=hunter2-hunter2", "x"], "JANUS_API_KEY"),
+        (["serve", "--set", "api_key=hunter2-hunter2"], "api_key_file"),
         (["serve", "--config", "/absent.toml"], "cannot read"),
         (["bench", "engin"], 'did you mean "engine"'),
         (["doctor", "--kernels", "gpu"], "auto, cpu, torch_ref"),
@@ -89,6 +92,7 @@ def test_wrong_settings_are_one_line_and_exit_code_two(
     assert expected in shown
     assert shown.startswith("janus: ")
     assert shown.count("\n") == 1
+    assert "hunter2" not in shown
 
 
 def test_the_module_runs_as_a_command_and_shows_no_traceback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_every_key_that_is_mistyped_is_refused_with_its_right_spelling(key: str,
 
 def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     fields = [setting.field for setting in SETTINGS]
-    assert sorted(fields) == sorted(set(ServeConfig.__struct_fields__) - {"models"})
+    assert sorted(fields) == sorted(set(ServeConfig.__struct_fields__) - {"models", "keys"})
     assert len({flag for setting in SETTINGS for flag in setting.flags}) == len(SETTINGS)
 
 
@@ -158,13 +159,26 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
         ("shutdown_timeout=soon", "a duration such as"),
         ("log_level=loud", "debug, info"),
         ("host=", "host name"),
+        ("allowed_hosts=*", "named in full"),
+        ("allowed_hosts=a b", "named in full"),
+        ("allowed_hosts=http://a", "named in full"),
+        ("allowed_origins=*", "named in full"),
+        ("allowed_origins=a.example", "named in full"),
+        ("allowed_origins=https://a.example/path", "named in full"),
+        ("max_connections=0", "between 1 and"),
+        ("header_timeout=0", "more than zero"),
+        ("request_timeout=never", "a duration such as"),
+        ("max_queued_requests=0", "between 1 and"),
+        ("frozen_after=-1", "a duration such as"),
+        ("insecure=perhaps", "true or false"),
+        ("ssl_certfile=x.pem", "go together"),
         ("port", "KEY=VALUE"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused(text: str, expected: str, checkpoint: Path) -> None:
     with pytest.raises(BadConfig, match=expected) as caught:
         serve_config([str(checkpoint)], sets=[text])
-    assert text.partition("=")[0].replace("_size", "") in str(caught.value)
+    assert text.partition("=")[0].replace("_size", "") in str(caught.value).replace("-", "_")
     assert "\n" not in str(caught.value)
 
 
@@ -174,6 +188,31 @@ def test_choices_and_truths_become_records(checkpoint: Path) -> None:
     assert (config.dtype, config.kernels) == (DTypeChoice.FLOAT32, KernelChoice.TORCH_REF)
     assert (config.prefix_cache, config.max_model_len, config.page_bytes) == (False, 4000, 65536)
     assert serve_config([str(checkpoint)], sets=["max_model_len=auto"]).max_model_len is None
+
+
+def test_lists_of_hosts_and_origins(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "janus.toml"
+    file.write_text('allowed_hosts = ["API.example", "[::2]"]\nallowed_origins = ["https://Chat.example:8443/"]\n')
+    config = serve_config([str(checkpoint)], file=file, sets=["request_timeout=2min", "max_queued_tokens=4k"])
+    assert config.allowed_hosts == ("api.example", "[::2]")
+    assert config.allowed_origins == ("https://chat.example:8443",)
+    assert (config.request_timeout_s, config.max_queued_tokens) == (120.0, 4000)
+    config = serve_config([str(checkpoint)], sets=["allowed_hosts=a.example, b.example", "request_timeout=auto"])
+    assert (config.allowed_hosts, config.request_timeout_s) == (("a.example", "b.example"), None)
+
+
+def test_keys_come_from_the_environment_and_show_nowhere(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JANUS_API_KEY", "user-0123456789")
+    monkeypatch.setenv("JANUS_ADMIN_KEY", "root-0123456789")
+    config = serve_config([str(checkpoint)])
+    assert [(key.name, key.admin) for key in config.keys] == [("JANUS_API_KEY", False), ("JANUS_ADMIN_KEY", True)]
+    for key in ("user-0123456789", "root-0123456789"):
+        digest = hashlib.sha256(key.encode())
+        assert not any(form in repr(config) for form in (key, digest.hexdigest(), repr(digest.digest())))
+    monkeypatch.setenv("JANUS_API_KEY", "short")
+    with pytest.raises(BadConfig, match="JANUS_API_KEY must be 8 to 512") as caught:
+        serve_config([str(checkpoint)])
+    assert "short" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

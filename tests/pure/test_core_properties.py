@@ -20,15 +20,29 @@ from pathlib import Path
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from twin_batcher import VOCABULARY, Memory, expected_slots, generate
+from twin_batcher import POISON, VOCABULARY, Memory, Rhythm, embedding, expected_slots, generate, scores
 
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.pages import PagePool
 from janus_server.kv.prefix import PrefixCache
 from janus_server.sched.batcher import Batcher, BatcherLimits
+from janus_server.sched.placer import Placer
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.sequence import Sequence
-from janus_server.types import Batch, Emit, FinishReason, Owner, PageKind, Request, SampleSpec, Sampling
+from janus_server.types import (
+    Batch,
+    Chunk,
+    Emit,
+    FinishReason,
+    Owner,
+    PageKind,
+    Pooling,
+    Request,
+    SampleSpec,
+    Sampling,
+    ScoreSpec,
+    TokenLogprob,
+)
 
 Pick = Callable[[int, int], int]
 Choice = tuple[str, int]
@@ -41,6 +55,7 @@ class Arrival:
     round: int
     model: int
     request: Request
+    grammar: Rhythm | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +87,8 @@ def scenario(pick: Pick) -> Scenario:
     for number in range(pick(1, 9)):
         prompt = _prompt(pick, prompts)
         prompts.append(prompt)
-        arrivals.append(Arrival(pick(0, 8), pick(0, models - 1), _request(pick, f"r{number}", prompt)))
+        grammar = Rhythm(pick(0, 5), pick(0, 9)) if pick(0, 4) == 0 else None
+        arrivals.append(Arrival(pick(0, 8), pick(0, models - 1), _request(pick, f"r{number}", prompt), grammar))
     # Now is the round, so requests of one round tie by number; the list is in order of arrival.
     arrivals.sort(key=lambda a: a.round)
     cancels = []
@@ -107,11 +123,14 @@ def _prompt(pick: Pick, earlier: list[tuple[int, ...]]) -> tuple[int, ...]:
         base = earlier[pick(0, len(earlier) - 1)]
         base = base[: pick(0, len(base))]
     tail = tuple(pick(0, VOCABULARY - 1) for _ in range(pick(0 if base else 1, 10 if not base else 4)))
-    return base + tail
+    return base + tail + ((POISON, *tail[:2]) if pick(0, 11) == 0 else ())
 
 
 def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
-    max_tokens = pick(1, 10)
+    kind = pick(0, 11)
+    if kind < 2:
+        return Request(id=name, model="m", prompt=prompt, max_tokens=0, pooling=list(Pooling)[kind])
+    max_tokens = pick(1, 10) if kind > 2 else 0
     history = pick(0, 3) == 0
     return Request(
         id=name,
@@ -122,19 +141,20 @@ def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
         n=pick(1, 4) if pick(0, 1) else 1,
         sampling=Sampling(seed=pick(0, 2), presence_penalty=1.0 if history else 0.0),
         stop_ids=tuple(range(pick(0, 3))),
+        prompt_logprobs=pick(0, 2) if kind < 6 else None,
     )
 
 
-class Doubter(Batcher):
-    """Tries again wherever the batcher is sure that trying is no use: it must find no room, and leave no trace."""
+class Doubter(Placer):
+    """Tries again wherever the placer is sure that trying is no use: it must find no room, and leave no trace."""
 
-    def _still_short(self, seq: Sequence) -> bool:
-        if not super()._still_short(seq):
+    def still_short(self, seq: Sequence, running: int) -> bool:
+        if not super().still_short(seq, running):
             return False
         pool, last = self._scarcity._pool, self._shortage
-        eased, order = pool.eased, list(self.prefix._nodes)
-        assert not self._place(seq), "there was room for the head of the queue"
-        assert list(self.prefix._nodes) == order, "another try would have changed what is given up first"
+        eased, order = pool.eased, list(self._prefix._nodes)
+        assert not self.place(seq, running), "there was room for the head of the queue"
+        assert list(self._prefix._nodes) == order, "another try would have changed what is given up first"
         pool.eased, self._shortage = eased, last
         return True
 
@@ -154,8 +174,10 @@ class World:
         self.batchers = []
         for model in range(plan.models):
             kv = KvPages(self.pool, f"m{model}", plan.page_tokens)
-            self.batchers.append(Doubter(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits))
-            self.scarcity.join(self.batchers[-1])
+            batcher = Batcher(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits)
+            batcher._placer = Doubter(kv, batcher.prefix, self.scarcity, plan.limits.prefix_caching)
+            self.batchers.append(batcher)
+            self.scarcity.join(batcher)
         self.steps = [0] * plan.models
         self.trace = 0
         self.queue = list(plan.arrivals)
@@ -163,8 +185,11 @@ class World:
         self.output: dict[Choice, list[int]] = {}
         self.ends: dict[Choice, FinishReason] = {}
         self.cancelled: set[Choice] = set()
+        self.scores: dict[str, list[TokenLogprob]] = {}
+        self.embeddings: dict[str, tuple[float, ...]] = {}
+        self.rows_read: Counter[str] = Counter()
         self.twin = {
-            (a.request.id, i): generate(a.request, i, plan.limits.context_tokens)
+            (a.request.id, i): generate(a.request, i, plan.limits.context_tokens, a.grammar)
             for a in plan.arrivals
             for i in range(a.request.n)
         }
@@ -194,7 +219,8 @@ class World:
     def _events(self, now: int) -> None:
         while self.queue and self.queue[0].round <= now:
             arrival = self.queue.pop(0)
-            self.batchers[arrival.model].add(arrival.request, float(now))
+            self.batchers[arrival.model].add(arrival.request, float(now), arrival.grammar)
+            self.scores[arrival.request.id] = []
             self.requests[arrival.request.id] = (arrival.model, arrival.request)
             for index in range(arrival.request.n):
                 self.output[arrival.request.id, index] = []
@@ -229,19 +255,16 @@ class World:
             return False
         self.steps[model] += 1
         assert batch.step == self.steps[model]
-        self.trace = zlib.crc32(msgspec.msgpack.encode(batch), self.trace)
+        self.trace = zlib.crc32(msgspec.msgpack.encode(batch, enc_hook=lambda grammar: grammar.said), self.trace)
         self._check_batch(batcher, batch)
-        results = self.memory.run(batch)
+        answers = self.memory.run(batch)
         self._check_memory(batcher, batch)
-        emits = batcher.commit(batch, results)
-        sampled = [self._choice(batcher, c.sequence) for c in batch.chunks if c.sample is not None]
-        assert len(emits) == len(sampled)
+        emits = batcher.commit(batch, *answers)
+        drawn = [one.token for one in answers.sampled if one.token is not None]
+        assert [e.token for e in emits if e.token is not None] == drawn
         self._take_in(emits)
         self._check_pages()
         return True
-
-    def _choice(self, batcher: Batcher, number: int) -> Choice | None:
-        return next(((s.request.id, s.index) for s in batcher.running if s.number == number), None)
 
     def _take_in(self, emits: list[Emit]) -> None:
         for emit in emits:
@@ -251,6 +274,11 @@ class World:
             prompt = self.requests[emit.request_id][1].prompt
             assert 0 <= emit.cached_tokens < len(prompt)
             assert not emit.cached_tokens or (self.plan.limits.prefix_caching and not self.output[choice])
+            assert emit.token is not None or emit.finish is not None or emit.prompt_logprobs
+            self.scores[emit.request_id] += emit.prompt_logprobs
+            if emit.embedding is not None:
+                assert emit.finish is FinishReason.STOP
+                self.embeddings[emit.request_id] = emit.embedding
             if emit.token is not None:
                 self.output[choice].append(emit.token)
             if emit.finish is not None:
@@ -271,9 +299,25 @@ class World:
             assert chunk.start == seq.computed and chunk.tokens
             assert chunk.tokens == tuple(seq.tokens[chunk.start : end])
             assert len(chunk.pages) == pages_for(end, self.plan.page_tokens)
-            assert (chunk.sample is not None) == (end == len(seq.tokens))
+            assert (chunk.sample is not None) == (end == len(seq.tokens) and seq.request.max_tokens > 0)
             if chunk.sample is not None:
                 self._check_sample(seq, chunk.sample)
+            if chunk.read is not None:
+                self._check_read(seq, chunk)
+
+    def _check_read(self, seq: Sequence, chunk: Chunk) -> None:
+        """Every row that is to be read is read once, in order, with the rows of the prompt that were before."""
+        place = seq.request.id
+        first = chunk.start + chunk.read.first
+        if seq.request.pooling is Pooling.LAST:
+            assert first == len(seq.request.prompt) - 1
+            return
+        assert first == self.rows_read[place], "a row was left out, or read twice"
+        rows = len(chunk.tokens) - chunk.read.first
+        if isinstance(chunk.read, ScoreSpec):
+            rows = len(chunk.read.targets)
+            assert chunk.read.targets == seq.request.prompt[first + 1 : first + rows + 1]
+        self.rows_read[place] += rows
 
     @staticmethod
     def _check_sample(seq: Sequence, spec: SampleSpec) -> None:
@@ -318,6 +362,12 @@ class World:
                 self.memory.forget(page)
 
     def _check_end(self) -> None:
+        for _, request in self.requests.values():
+            ends = [self.ends.get((request.id, index)) for index in range(request.n)]
+            whole = FinishReason.STOP in ends or FinishReason.LENGTH in ends
+            said = self.scores[request.id]
+            assert said == (scores(request) if whole else scores(request)[: len(said)])
+            assert self.embeddings.get(request.id) == (embedding(request) if whole else None)
         for choice, (tokens, finish) in self.twin.items():
             said = self.output[choice]
             if choice in self.cancelled:

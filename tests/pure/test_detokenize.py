@@ -136,6 +136,13 @@ def test_only_what_could_become_a_stop_is_held_back(stops: list[str], pieces: li
         assert len(seen) - len(sent) == held
 
 
+def test_special_tokens_that_are_kept_are_text() -> None:
+    source = tokenizer("trained")
+    ids = source.encode("a<|im_start|>b<|im_end|>c", add_special=False, parse_special=True)
+    detokenizer = Detokenizer(source, True, kept=(1,))
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == "a<|im_start|>bc"
+
+
 def test_a_stop_across_token_borders_and_one_that_fails_late() -> None:
     assert run(("\n\nUser:",), ["Hi", "\n", "\nUs", "er: x"]) == (["Hi", "", "", ""], "\n\nUser:")
     assert run(("\n\nUser:",), ["Hi", "\n", "\nUs", "ed"]) == (["Hi", "", "", "\n\nUsed", ""], None)

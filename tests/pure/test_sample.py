@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server.errors import Bug
 from janus_server.model.sample import logprob_of, sample, uniform
-from janus_server.types import SampleSpec, Sampling
+from janus_server.types import Fault, Sampled, SampleSpec, Sampling
 
 VOCAB = 50
 
@@ -199,8 +198,12 @@ def test_the_bias_comes_before_the_penalties() -> None:
     assert sample(logits, [SampleSpec(knobs, 0, prompt=(5,))])[0].token == 3
 
 
-def test_logits_that_are_not_finite_are_a_bug() -> None:
-    logits = row(1)
-    logits[7] = np.nan
-    with pytest.raises(Bug):
-        sample(logits[None], [SampleSpec(Sampling(), 0)])
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_has_a_fault_and_the_others_their_tokens(spoilt: float, temperature: float) -> None:
+    logits = np.stack([row(1), row(2), row(3)])
+    logits[1, :: 1 if spoilt < 0 else 7] = spoilt
+    specs = [SampleSpec(Sampling(temperature=temperature, logprobs=2, seed=i), 0) for i in range(3)]
+    first, second, third = sample(logits, specs)
+    assert second == Sampled(None, fault=Fault.NOT_FINITE)
+    assert [first, third] == [sample(logits[i : i + 1], [specs[i]])[0] for i in (0, 2)]

@@ -233,6 +233,22 @@ def test_ordinary_added_tokens_stay_tokens_beside_spelled_ones() -> None:
         assert tok.encode_chat(user(text)).count(spaces) == 1
 
 
+def test_added_tokens_are_found_by_their_text() -> None:
+    assert tokenizer("trained").added(["<|im_start|>", "the", "<think>"]) == {"<|im_start|>": (1, True)}
+    assert tokenizer("qwen3").added(["<think>", "<tool_call>", "<|im_end|>"]) == {
+        "<think>": (151667, False), "<tool_call>": (151657, False), "<|im_end|>": (151645, True),
+    }  # fmt: skip
+
+
+def test_what_is_nested_too_deeply_is_refused_not_a_bug() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(900):
+        deep = {"<|im_start|>": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    with pytest.raises(Refused, match="too deeply"):
+        tokenizer("qwen3").encode_chat([{"role": "user", "content": "x"}], tools=tools)
+
+
 def test_tokens_have_exact_bytes() -> None:
     tok = tokenizer("trained")
     text = "naïve 😀"

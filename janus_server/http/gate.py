@@ -193,12 +193,6 @@ def may_see(request: web.BaseRequest, model: str) -> bool:
     return key is None or key.limits.models is None or model in key.limits.models
 
 
-def is_loopback(address: str) -> bool:
-    """Whether a numeric address is reached from this machine alone."""
-    parsed = _address(f"[{address}]" if ":" in address else address)
-    return parsed is not None and parsed.is_loopback
-
-
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that `host` writes in numbers, IPv6 in brackets; None for a name."""
     try:

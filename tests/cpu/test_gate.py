@@ -18,9 +18,10 @@ from yarl import URL
 from janus_server import keys
 from janus_server.admission import KeyLimits, QueueBounds
 from janus_server.api.bodies import Limits
-from janus_server.http.gate import OPEN, Gate, Places, is_loopback
+from janus_server.http.gate import OPEN, Gate, Places
 from janus_server.keys import KeyRing
 from janus_server.metrics import Metrics
+from janus_server.network import is_local
 
 ALICE, BOB, ROOT = "alice-0123456789", "bob-0123456789", "root-0123456789"
 LOCAL = Places(local=True, bound="127.0.0.1")
@@ -264,7 +265,7 @@ async def test_preflights_are_answered_for_listed_origins_only() -> None:
     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fe80::1%eth0", False),
 ])  # fmt: skip
 def test_what_is_reached_from_this_machine_alone(address: str, local: bool) -> None:
-    assert is_loopback(address) is local
+    assert is_local(address) is local
 
 
 # Expectations, time, connections

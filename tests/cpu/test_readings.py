@@ -167,14 +167,14 @@ class TestHoweverThePromptIsCut:
         assert np.array_equal(engine.embedding("mean"), engine.embedding("last"))
 
     def test_with_hardly_any_memory(self, engine: LocalEngine) -> None:
-        """Two prompts and memory for one and a half: the younger is preempted, and its reading goes on."""
-        first, second = prompt_of(60, seed=6), prompt_of(60, seed=7)
+        """An answer grows into the pages of a prompt that is being scored: it is preempted, and then read on."""
+        first, second = prompt_of(60, seed=6), prompt_of(90, seed=7)
         asked = request("a", first, 60, prompt_logprobs=1), request("b", second, 2, prompt_logprobs=1)
         engine.reset()
         engine.generate(*asked)
         expected = engine.scores("a"), engine.scores("b")
-        engine.reset(step_tokens=16)
-        held = scarce(engine, 130)
+        engine.reset(step_tokens=4, shared_prompts=1)
+        held = scarce(engine, 172)
         engine.generate(*asked)
         assert engine.batcher.stats().preemptions > 0
         assert (engine.scores("a"), engine.scores("b")) == expected

@@ -142,6 +142,7 @@ class FakeNode:
     def __init__(self, *models: FakeModel) -> None:
         self.models = {model.card.id: model for model in models}
         self.reason: str | None = None
+        self.trouble: set[str] = set()
         self.pool_pages = 100
         self.free_pages = 60
 
@@ -162,8 +163,8 @@ class FakeNode:
     def stages(self) -> dict[str, Stage]:
         return dict.fromkeys(self.models, Stage.ACTIVE)
 
-    def troubled(self) -> frozenset[str]:
-        return frozenset()
+    def troubled(self) -> set[str]:
+        return self.trouble
 
     async def model(self, name: str) -> FakeModel | None:
         return self.models.get(name)

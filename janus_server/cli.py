@@ -202,7 +202,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _serve_parser(kinds: Any) -> _Parser:
-    from janus_server.settings import SETTINGS, truth
+    from janus_server.readers import truth
+    from janus_server.settings import SETTINGS
 
     parser: _Parser = kinds.add_parser("serve", help="serve one or more models over HTTP", epilog=_SERVE_EXAMPLES)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="NAME=MODEL or MODEL (see below)")

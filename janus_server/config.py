@@ -31,13 +31,15 @@ from janus_server.suggest import nearest
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `janus serve` runs with.
 
-    memory_bytes is the whole budget of physical pages (weights, KV cache, scratch), a multiple of page_bytes. port 0
-    means any free port. max_model_len None follows the checkpoint. keys are those of the environment; those of
-    api_key_file are read when the server starts, and again on SIGHUP. max_queued_* None are derived by `admission`.
+    memory_bytes is the whole budget of physical pages (weights, KV cache, scratch), a multiple of page_bytes;
+    host_memory_bytes that of host copies of models that sleep. port 0 means any free port. max_model_len None follows
+    the checkpoint. keys are those of the environment; those of api_key_file are read when the server starts, and
+    again on SIGHUP. max_queued_* None are derived by `admission`.
     """
 
     models: tuple[ModelEntry, ...]
     memory_bytes: int
+    host_memory_bytes: int
     threads: int
     cache_dir: Path
     host: str = "127.0.0.1"
@@ -98,6 +100,7 @@ def serve_config(
         fields[setting.field] = _read(setting, raw, source)
     entries = _entries(models, listed, served_model_name)
     fields.setdefault("memory_bytes", default_memory_bytes())
+    fields.setdefault("host_memory_bytes", machine.memory_bytes() // 4)
     fields.setdefault("threads", machine.cores())
     fields.setdefault("cache_dir", default_cache_dir())
     return _checked(ServeConfig(models=entries, keys=environment_keys(), **fields))

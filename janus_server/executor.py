@@ -7,6 +7,7 @@ is next, the batcher what is in it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -14,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +29,8 @@ from janus_server.sched.turn import Turn
 from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Reading, Request, Sampled
 
 log = logging.getLogger("janus.executor")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +46,11 @@ class Engine:
         return self.batcher.kv.owner
 
 
-class Attach(msgspec.Struct, frozen=True):
-    engine: Engine
+class Ask(msgspec.Struct, frozen=True):
+    """Run `work` between two steps; `answer` gets what it returns or raises."""
+
+    work: Callable[[], Any]
+    answer: concurrent.futures.Future[Any]
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -73,7 +79,7 @@ class Stop(msgspec.Struct, frozen=True):
     pass
 
 
-Command = Attach | Submit | Cancel | EndAll | Stop
+Command = Ask | Submit | Cancel | EndAll | Stop
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -96,7 +102,10 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """What the loop learns once a step, or after a change without one (then `step` is None)."""
+    """What the loop learns once a step, or after a change without one (then `step` is None).
+
+    An empty model name means that only the pool changed.
+    """
 
     model: str
     emits: list[Emit]
@@ -146,6 +155,31 @@ class DeviceThread:
         if self._resting and self._inbox.empty():
             self._moved_s = time.monotonic()  # until now there was nothing to move
         self._inbox.put(command)
+
+    def ask(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Have `work` run on the device thread between two steps: where the pool may be used. Any thread."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.post(Ask(work, answer))
+        return answer
+
+    def attach(self, engine: Engine) -> None:
+        """Let a model take its turns. On the device thread, within `ask`."""
+        self._scarcity.join(engine.batcher)
+        self._engines[engine.model] = engine
+
+    def detach(self, model: str) -> bool:
+        """Take a model out of the turns and its KV pages back to the pool; False when it has requests, and stays.
+
+        On the device thread, within `ask`: once this returns True, nothing uses the model's weights.
+        """
+        engine = self._engines[model]
+        if not engine.batcher.idle:
+            return False
+        engine.batcher.prefix.clear()
+        require(engine.batcher.kv.held == 0, f"{model} is idle and still holds KV pages")
+        del self._engines[model]
+        self._scarcity.leave(engine.batcher)
+        return True
 
     def stalled_s(self, now: float) -> float:
         """For how long no step or order has ended although work waits; monotonic seconds. Any thread."""
@@ -199,15 +233,25 @@ class DeviceThread:
                     with self._guard(engine):
                         engine.batcher.cancel(request_id, index)
                         self._report(engine, [])
-            case Attach(engine):
-                self._scarcity.join(engine.batcher)
-                self._engines[engine.model] = engine
+            case Ask(work, answer):
+                self._answer(work, answer)
             case EndAll():
                 for engine in tuple(self._engines.values()):
                     with self._guard(engine):
                         self._report(engine, engine.batcher.cancel_all())
             case Stop():
                 self._stopping = True
+
+    def _answer(self, work: Callable[[], Any], answer: concurrent.futures.Future[Any]) -> None:
+        """What the work raises is its asker's affair: it ends no instance."""
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(work())
+        except Exception as error:  # noqa: BLE001 - handed over whole: the asker raises it
+            answer.set_exception(error)
+        self._checked = False
+        self._deliver(StepReport("", [], self._pool.held(), self._pool.free_pages))
 
     def _submit(self, order: Submit) -> None:
         model, request = order.model, order.request

@@ -7,7 +7,8 @@ label holds anything but model names, fixed words and numbers of the configurati
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -15,25 +16,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from janus_server import types
+from janus_server.orders import Stage
 
 ENGINE = "0"
 LABELS = ("model_name", "engine")
+
+# What vLLM calls the stages of a model.
+SLEEP_STATES = MappingProxyType(
+    {Stage.ACTIVE: "awake", Stage.WARM: "weights_offloaded", Stage.COLD: "discard_all"}
+)  # fmt: skip
 
 # Names that vLLM gave up and older dashboards still ask for: the same series under both.
 OLD_NAMES = (
     ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
 )
-
-
-class Seen(Protocol):
-    """The part of a served model that gauges are read from."""
-
-    @property
-    def card(self) -> types.ModelCard: ...
-
-    @property
-    def failed(self) -> bool: ...
 
 
 class Gauged(Protocol):
@@ -46,7 +43,11 @@ class Gauged(Protocol):
     def free_pages(self) -> int: ...
 
     @property
-    def models(self) -> Mapping[str, Seen]: ...
+    def cards(self) -> Mapping[str, types.ModelCard]: ...
+
+    def stages(self) -> Mapping[str, Stage]: ...
+
+    def troubled(self) -> Collection[str]: ...
 
     def stats(self) -> Mapping[str, types.BatcherStats]: ...
 
@@ -118,17 +119,21 @@ def _queue_families(node: Gauged) -> Iterable[Metric]:
 def _model_families(node: Gauged) -> Iterable[Metric]:
     """What is true of a model whatever runs: its share of memory, and how its cache is cut."""
     usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used share of what KV can have, 0 to 1", labels=LABELS)
-    healthy = GaugeMetricFamily("vllm:engine_healthy", "1, or 0 after an error tore the model down", labels=LABELS)
+    healthy = GaugeMetricFamily("vllm:engine_healthy", "1, or 0 while the model cannot be brought back", labels=LABELS)
+    sleep = GaugeMetricFamily("vllm:engine_sleep_state", "1 for the state it is in", labels=(*LABELS, "sleep_state"))
     config = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_dtype", "enable_prefix_caching")
     cache = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is cut", labels=(*LABELS, *config))
     share = _kv_share(node)
-    for name, model in node.models.items():
-        labels, card = (name, ENGINE), model.card
+    stages, troubled = node.stages(), node.troubled()
+    for name, card in node.cards.items():
+        labels = (name, ENGINE)
         usage.add_metric(labels, share)
-        healthy.add_metric(labels, not model.failed)
+        healthy.add_metric(labels, name not in troubled)
+        for stage, state in SLEEP_STATES.items():
+            sleep.add_metric((*labels, state), stages.get(name) is stage)
         blocks, cached = str(card.kv_pages), str(card.prefix_caching)
         cache.add_metric((*labels, str(card.kv_page_tokens), blocks, "0", card.kv_dtype, cached), 1)
-    return usage, healthy, cache
+    return usage, healthy, sleep, cache
 
 
 def _kv_share(node: Gauged) -> float:

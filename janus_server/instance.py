@@ -2,14 +2,14 @@
 
 A `Call` is one API call's requests together: it turns the device thread's emits into deltas, text that can no longer
 change, cut at stop strings. Leaving it early (a client that left) cancels what still runs, in queue, prefill and decode
-alike. Everything here lives on the event loop.
+alike. A `Flow` holds calls while their model is not Active. Everything here lives on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from janus_server.api.plan import Target
     from janus_server.tokens.tokenizer import Tokenizer
 
+_NOT_IN_TIME = "the model could not be made ready in time; other models keep its memory busy"
 _ENDED_MESSAGE = "The request ended before it was complete because of an error on this server."
 
 
@@ -68,17 +69,76 @@ class Streams:
                 answer.call.put(answer, emit)
 
 
+class Flow:
+    """The calls to one model, and whether they may run: held while the model is not Active or is being drained.
+
+    `changed` is told when a call comes, leaves or is held, so that who decides can act on it. A call is held for at
+    most `patience_s`.
+    """
+
+    def __init__(
+        self, model: str, device: DeviceThread, changed: Callable[[], None], patience_s: float = 120.0
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.patience_s = patience_s
+        self.idle_since_s = time.monotonic()
+        self._changed = changed
+        self._open = False
+        self._running: dict[Call, None] = {}
+        self._held: dict[Call, None] = {}
+
+    @property
+    def running(self) -> int:
+        """Requests of calls that run."""
+        return sum(call.prompts for call in self._running)
+
+    @property
+    def held(self) -> int:
+        """Calls that wait for the model."""
+        return len(self._held)
+
+    def enter(self, call: Call) -> None:
+        if self._open:
+            self._running[call] = None
+            call.start()
+        else:
+            self._held[call] = None
+        self._changed()
+
+    def leave(self, call: Call) -> None:
+        self._held.pop(call, None)
+        if self._running.pop(call, call) is None and not self._running:
+            self.idle_since_s = time.monotonic()
+        self._changed()
+
+    def hold(self) -> None:
+        """New calls wait; those that run go on."""
+        self._open = False
+
+    def serve(self) -> None:
+        """Calls run from now on, first those that were held, in the order they came."""
+        self._open = True
+        self.idle_since_s = time.monotonic()
+        held, self._held = self._held, {}
+        for call in held:
+            self._running[call] = None
+            call.start()
+
+    def refuse(self, refused: Refused) -> None:
+        """End the calls that are held: the model cannot be had."""
+        for call in self._held:
+            call.refuse(refused)
+
+
 class ServedModel:
     """One model as the API sees it. `target` is what requests to it are checked against."""
 
-    def __init__(
-        self, card: ModelCard, target: Target, tokenizer: Tokenizer, device: DeviceThread, streams: Streams
-    ) -> None:
+    def __init__(self, card: ModelCard, target: Target, tokenizer: Tokenizer, flow: Flow, streams: Streams) -> None:
         self.card = card
         self.target = target
         self.tokenizer = tokenizer
-        self.failed = False
-        self._device = device
+        self._flow = flow
         self._streams = streams
 
     def submit(self, requests: Sequence[Request], matchers: Sequence[Any] = ()) -> Call:
@@ -87,56 +147,71 @@ class ServedModel:
         matchers are the compiled grammars of the requests, None for one without; they are given away. None at all where
         no request has one.
         """
-        if self.failed:
-            raise Refused(
-                f"the model {self.card.id!r} stopped after an error; the server must be restarted",
-                status=503, kind="server_error", code="model_failed",
-            )  # fmt: skip
-        return Call(self, requests, matchers, self._device, self._streams)
+        return Call(requests, matchers, self.tokenizer, self._flow, self._streams)
 
 
 class Call:
     """The requests of one API call and what has come back of them."""
 
     def __init__(
-        self, model: ServedModel, requests: Sequence[Request], matchers: Sequence[Any], device: DeviceThread,
-        streams: Streams,
-    ) -> None:  # fmt: skip
+        self, requests: Sequence[Request], matchers: Sequence[Any], tokenizer: Tokenizer, flow: Flow, streams: Streams
+    ) -> None:
         require(len(matchers) in (0, len(requests)), "one matcher a request, or none at all")
-        self._model = model
-        self._device = device
+        self._flow = flow
         self._streams = streams
+        self._started = False
+        self._refused: Refused | None = None
         self._matchers = matchers or [None] * len(requests)
-        self._answers = [_Answer(self, prompt, request, model.tokenizer) for prompt, request in enumerate(requests)]
+        self._answers = [_Answer(self, prompt, request, tokenizer) for prompt, request in enumerate(requests)]
         self.entered_s = 0.0
         self._unfinished = sum(request.n for request in requests)
         self._arrived: list[tuple[_Answer, Emit]] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def prompts(self) -> int:
+        return len(self._answers)
+
     async def __aenter__(self) -> Call:
-        now = self.entered_s = time.monotonic()
-        for answer, matcher in zip(self._answers, self._matchers, strict=True):
+        self.entered_s = time.monotonic()
+        for answer in self._answers:
             self._streams.open(answer)
-            self._device.post(Submit(self._model.card.id, answer.request, now, matcher))
+        self._flow.enter(self)
         return self
+
+    def start(self) -> None:
+        """The model is there: its requests queue, with the age they have."""
+        self._started = True
+        for answer, matcher in zip(self._answers, self._matchers, strict=True):
+            self._flow.device.post(Submit(self._flow.model, answer.request, self.entered_s, matcher))
+
+    def refuse(self, refused: Refused) -> None:
+        """The model cannot be had: `take` raises this."""
+        self._refused = refused
+        self._wake()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for answer in self._answers:
             self._streams.close(answer)
-            if not all(choice.finished for choice in answer.choices):
-                self._device.post(Cancel(self._model.card.id, answer.request.id))
+            if self._started and not all(choice.finished for choice in answer.choices):
+                self._flow.device.post(Cancel(self._flow.model, answer.request.id))
+        self._flow.leave(self)
 
     def put(self, answer: _Answer, emit: Emit) -> None:
         self._arrived.append((answer, emit))
         self._wake()
 
     async def take(self, timeout_s: float) -> list[News] | None:
-        """What has come since the last call, at least one item; [] when nothing came in time; None after the end."""
+        """What has come since the last call, at least one item; [] when nothing came in time; None after the end.
+
+        Raises Refused when the call waited for a model that cannot be had.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:
+            self._check_held()
             arrived, self._arrived = self._arrived, []
             news = [one for answer, emit in arrived for one in self._read(answer, emit)]
             if news or not self._unfinished:
@@ -145,6 +220,13 @@ class Call:
             if left_s <= 0:
                 return []
             await self._wait(left_s)
+
+    def _check_held(self) -> None:
+        """Raise the refusal that came while the call was held, or the one for having been held too long."""
+        if not self._started and time.monotonic() > self.entered_s + self._flow.patience_s:
+            raise Refused(_NOT_IN_TIME, status=503, kind="server_error", code="model_unavailable", retry_after_s=5.0)
+        if self._refused is not None:
+            raise self._refused
 
     async def _wait(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -167,7 +249,7 @@ class Call:
         if choice.finished:
             self._unfinished -= 1
             if emit.finish is None:
-                self._device.post(Cancel(self._model.card.id, answer.request.id, emit.index))
+                self._flow.device.post(Cancel(self._flow.model, answer.request.id, emit.index))
         yield News(answer.prompt, delta)
 
     def _wake(self) -> None:

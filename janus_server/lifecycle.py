@@ -1,132 +1,362 @@
-"""The life of a model on this node: from checkpoint to served. Called by `node`, on a worker thread.
+"""The life of models on this node: executes the Brain's orders, each wholly or not at all. It decides nothing.
 
-`open_models` reads headers and checks that everything fits before a byte of weights is read; `fill` reserves pages,
-maps a window, fills it and commits, or rolls back wholly; `attach` makes the two sides that serve.
+Cold → Active reads the checkpoint (LOAD) or the host copy (WAKE); Active → Warm keeps a copy (SLEEP). A transition
+reserves pages, moves bytes on a copy thread, verifies, and commits on the device thread; whatever fails on the way is
+undone in reverse order and the model stands where it stood. Runtime state (tokenizer, layout, decoder with its
+captured step, address range) is made once and kept: only bytes move afterwards.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-import msgspec
-
-from janus_server.api.dialect import MARKERS, Dialect, dialect_of, markers_of
-from janus_server.api.plan import Target
-from janus_server.config import DTypeChoice, ServeConfig
-from janus_server.errors import BadConfig, require
+from janus_server.catalogue import OpenedModel, tokenizer_of
+from janus_server.config import ServeConfig
+from janus_server.errors import BadConfig, BadModel, Bug, Refused, require
 from janus_server.executor import DeviceThread, Engine
-from janus_server.instance import ServedModel, Streams
-from janus_server.kernels.table import DType, Kernels
-from janus_server.kv.blocks import KvPages, pages_for
+from janus_server.instance import Flow, ServedModel, Streams
+from janus_server.kernels.table import Kernels
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.host import HostCopies
+from janus_server.kv.move import Pace, Stopped, full_digest, move, sampled_digest
 from janus_server.kv.prefix import PrefixCache
-from janus_server.kv.xtensor import KvLayout, XTensor, kv_layout
+from janus_server.kv.xtensor import WeightMemory, XTensor
 from janus_server.model.decoder import Decoder
-from janus_server.model.load import Checkpoint, load_weights, open_checkpoint, plan_layout
-from janus_server.model.pooling import pooling_of
+from janus_server.model.load import load_weights
 from janus_server.model.runner import Runner
-from janus_server.model.spec import ModelSpec, SamplingDefaults
-from janus_server.model.weights import Layout, Weights, form_names
-from janus_server.modelref import ModelEntry
+from janus_server.model.weights import Weights, bind
 from janus_server.observe.log import decision
+from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Report, Stage, Verb
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
-from janus_server.tokens.tokenizer import Tokenizer
-from janus_server.types import ModelCard, Sampling
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.lifecycle")
 
+T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 
+COPY_THREADS = 2
+UNREADABLE = "the model could not be loaded; the server's log says why"
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A checkpoint whose headers are checked, with what it will take: known to fit, nothing allocated yet.
 
-    kv_pages are the pages that the weights of all models leave; context_tokens is the longest sequence served.
-    """
+class Resident:
+    """One model of the catalogue on this node: its stage, and what was made for it so far."""
 
-    entry: ModelEntry
-    checkpoint: Checkpoint
-    placed: Layout
-    kv: KvLayout
-    kv_pages: int
-    context_tokens: int
+    def __init__(self, opened: OpenedModel, flow: Flow) -> None:
+        self.opened = opened
+        self.flow = flow
+        self.stage = Stage.COLD
+        self.served: ServedModel | None = None
+        self.engine: Engine | None = None
+        self.memory: WeightMemory | None = None
+        self.weights: Weights | None = None
+        self.digest: int | None = None  # of the weights as they were first filled
+        self.trouble: Exception | None = None  # what the last order ended with, for whoever reads the log
+        self.stop = False  # the transition under way shall end at its next piece
+        self.preparing = asyncio.Lock()
 
     @property
-    def spec(self) -> ModelSpec:
-        return self.checkpoint.spec
+    def name(self) -> str:
+        return self.opened.name
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FilledModel:
-    """Weights in their pages, and the tokenizer."""
-
-    opened: OpenedModel
-    weights: Weights
-    tokenizer: Tokenizer
+class NotNow(Exception):
+    """An order cannot be carried out as things stand; nothing was changed. The Brain may try again."""
 
 
-def open_models(config: ServeConfig, kernels: Kernels) -> tuple[OpenedModel, ...]:
-    """Open every checkpoint of the configuration and check that all fit together. BadModel or BadConfig when not."""
-    checkpoints = [open_checkpoint(entry.path, _dtype(config)) for entry in config.models]
-    placed = [plan_layout(checkpoint, kernels) for checkpoint in checkpoints]
-    weights = sum(pages_for(one.total_bytes, config.page_bytes) for one in placed)
-    kv_pages = config.memory_bytes // config.page_bytes - weights
-    if kv_pages <= 0:
-        need = format_bytes(weights * config.page_bytes)
-        raise BadConfig(
-            f"the weights take {need} and --memory is {format_bytes(config.memory_bytes)}; give more (the KV cache "
-            "needs some too) or serve fewer models"
-        )
-    opened = []
-    for entry, checkpoint, one in zip(config.models, checkpoints, placed, strict=True):
-        spec = checkpoint.spec
-        kv = kv_layout(config.page_bytes, spec.n_layers, spec.kv_heads, spec.head_dim, spec.dtype.bytes)
-        context = _context_tokens(entry.name, spec.context_tokens, config, kv, kv_pages)
-        opened.append(OpenedModel(entry, checkpoint, one, kv, kv_pages, context))
-    return tuple(opened)
+class Lifecycle:
+    """Owns every model's stage on the node. Everything but the copying itself runs on the event loop."""
 
+    def __init__(
+        self,
+        config: ServeConfig,
+        catalogue: tuple[OpenedModel, ...],
+        xtensor: XTensor,
+        kernels: Kernels,
+        device: DeviceThread,
+        scarcity: Scarcity,
+        streams: Streams,
+        renderers: Renderers,
+        copies: HostCopies,
+        changed: Callable[[], None],
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._xtensor = xtensor
+        self._kernels = kernels
+        self._device = device
+        self._scarcity = scarcity
+        self._streams = streams
+        self._renderers = renderers
+        self._copies = copies
+        self._progress = progress
+        self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
+        self.residents: Mapping[str, Resident] = {
+            one.name: Resident(one, Flow(one.name, device, changed)) for one in catalogue
+        }
 
-def fill(
-    model: OpenedModel, xtensor: XTensor, kernels: Kernels, renderers: Renderers, threads: int, progress: Progress
-) -> FilledModel:
-    """Read the weights into pages of their own; the tokenizer is made meanwhile. Nothing is left behind on failure."""
-    name, start_s = model.entry.name, time.perf_counter()
-    transaction = xtensor.open_weights(name, model.placed.total_bytes)
-    require(transaction is not None, f"{name}: pages that were counted free are not there")
-    with ThreadPoolExecutor(1, "janus-tokenizer") as aside:
-        tokenizer = aside.submit(_tokenizer, model.checkpoint, renderers)
+    def known(self) -> tuple[KnownModel, ...]:
+        return tuple(resident.opened.known() for resident in self.residents.values())
+
+    def report(self, node: str) -> Report:
+        """How busy every Active model is."""
+        now = time.monotonic()
+        busy = {
+            name: Busy(resident.flow.running, 0, now - resident.flow.idle_since_s)
+            for name, resident in self.residents.items()
+            if resident.stage is Stage.ACTIVE
+        }
+        return Report(node, busy)
+
+    async def prepare(self, name: str) -> ServedModel:
+        """The model as the API uses it, whatever its stage: its tokenizer is read when first asked for."""
+        resident = self.residents[name]
+        if resident.served is None:
+            async with resident.preparing:
+                if resident.served is None:
+                    await self._prepare(resident)
+        require(resident.served is not None, "prepared models can be served")
+        if resident.served is None:  # for the type checker; `require` has raised
+            raise Bug(name)
+        return resident.served
+
+    async def obey(self, order: Order) -> Done | Failed | None:
+        """Carry out one order; None for those that take effect at once and have no end."""
+        resident = self.residents[order.model]
+        decision(order.why, kind=order.verb.value, model=order.model)
+        match order.verb:
+            case Verb.DRAIN:
+                resident.flow.hold()
+                return None
+            case Verb.SERVE:
+                resident.flow.serve()
+                return None
+            case Verb.EVICT:
+                self._copies.drop(order.model)
+                if resident.stage is Stage.WARM:
+                    resident.stage = Stage.COLD
+                return self._done(order, resident, 0.0)
+            case _:
+                return await self._carry_out(order, resident)
+
+    def lost(self, name: str) -> Stage:
+        """A model's instance was torn down on the device thread: its engine is gone, its pages are free again."""
+        resident = self.residents[name]
+        resident.flow.hold()
+        resident.engine = None
+        resident.stage = Stage.COLD if self._copies.get(name) is None else Stage.WARM
+        return resident.stage
+
+    def release_lost(self, name: str) -> None:
+        """Give the weights of a torn-down instance back. On the device thread."""
+        memory = self.residents[name].memory
+        if memory is not None:
+            memory.unmap()
+            memory.release()
+
+    def trouble(self, name: str) -> Exception:
+        """What went wrong with the model's last order."""
+        return self.residents[name].trouble or BadModel(f"{name}: {UNREADABLE}")
+
+    def has_copy(self, name: str) -> bool:
+        return self._copies.get(name) is not None
+
+    def close(self) -> None:
+        """End the copy threads; orders under way were cancelled before."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # Orders
+
+    async def _carry_out(self, order: Order, resident: Resident) -> Done | Failed:
+        start_s = time.monotonic()
+        resident.stop, resident.trouble = False, None
+        steps = {
+            Verb.LOAD: self._load, Verb.WAKE: self._wake, Verb.SLEEP: self._sleep, Verb.UNLOAD: self._unload,
+        }  # fmt: skip
         try:
-            weights = load_weights(
-                model.checkpoint, model.placed, kernels, transaction.array,
-                lambda done, total: progress(name, done, total), threads=threads,
-            )  # fmt: skip
-            filled = FilledModel(model, weights, tokenizer.result())
+            await steps[order.verb](resident)
+        except NotNow as reason:
+            return Failed(order.id, resident.stage, self.has_copy(order.model), str(reason))
+        except (BadModel, BadConfig) as error:
+            log.error("%s: %s", order.model, error)
+            resident.trouble = error
+            return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE, lasting=True)
+        except (OSError, Stopped) as error:
+            resident.trouble = error
+            log.error("%s: %s failed: %s", order.model, order.verb.value, type(error).__name__, exc_info=error)
+            return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE)
+        took_s = time.monotonic() - start_s
+        size = format_bytes(resident.opened.placed.total_bytes)
+        decision(
+            f"{order.model}: {order.verb.value} of {size} took {took_s:.3f} s; it is {resident.stage.value}",
+            kind="done", model=order.model, stage=resident.stage.value, seconds=round(took_s, 3),
+        )  # fmt: skip
+        return self._done(order, resident, took_s)
+
+    def _done(self, order: Order, resident: Resident, took_s: float) -> Done:
+        return Done(order.id, resident.stage, self.has_copy(order.model), took_s)
+
+    async def _load(self, resident: Resident) -> None:
+        prepared = asyncio.ensure_future(self.prepare(resident.name))
+        try:
+            await self._bring_in(resident, lambda memory: self._fill(resident, memory))
+            await prepared
+        finally:
+            prepared.cancel()
+        self._start(resident)
+
+    async def _wake(self, resident: Resident) -> None:
+        copy = self._copies.get(resident.name)
+        if copy is None:
+            raise NotNow("there is no host copy to wake from")
+
+        def fill(memory: WeightMemory) -> None:
+            move([memory.array], copy.parts, self._pace(resident, copy.size_bytes))
+            self._verify(resident, memory)
+
+        await self._bring_in(resident, fill)
+        self._start(resident)
+
+    async def _bring_in(self, resident: Resident, fill: Callable[[WeightMemory], None]) -> None:
+        """Reserve pages, map them, fill them, commit and attach; or leave everything as it was."""
+        memory = resident.memory
+        if memory is None:
+            memory = resident.memory = self._xtensor.weights(resident.name, resident.opened.placed.total_bytes)
+        if not await self._on_device(lambda: self._scarcity.clear(memory.n_pages) and memory.reserve()):
+            raise NotNow("its pages are not free yet")
+        try:
+            await self._on_copy_thread(resident, memory.map)
+            await self._on_copy_thread(resident, lambda: fill(memory))
+            engine = await self._on_copy_thread(resident, lambda: self._engine(resident, memory))
+            await self._on_device(memory.commit)
         except BaseException:
-            transaction.rollback()
+            # A cancel that comes while the device thread commits finds the pages committed: they go back all the same.
+            await asyncio.shield(self._on_copy_thread(resident, memory.unmap))
+            await asyncio.shield(self._on_device(memory.release))
             raise
-    transaction.commit()
-    took_s, weights_bytes = time.perf_counter() - start_s, model.placed.total_bytes
-    decision(
-        f"{name}: {format_bytes(weights_bytes)} loaded in {took_s:.2f} s", kind="load", model=name,
-        weight_bytes=weights_bytes, seconds=round(took_s, 3),
-    )  # fmt: skip
-    return filled
+        await self._on_device(lambda: self._device.attach(engine))
+
+    def _start(self, resident: Resident) -> None:
+        resident.stage = Stage.ACTIVE
+        resident.flow.serve()
+
+    async def _sleep(self, resident: Resident) -> None:
+        await self._take_out(resident, keep=True)
+
+    async def _unload(self, resident: Resident) -> None:
+        await self._take_out(resident, keep=False)
+
+    async def _take_out(self, resident: Resident, keep: bool) -> None:
+        """Stop the model's turns, keep a copy where asked to, then give its pages back."""
+        name, memory, engine = resident.name, resident.memory, resident.engine
+        if memory is None or engine is None:
+            raise NotNow("it is not on the device")
+        resident.flow.hold()
+        if not await self._on_device(lambda: self._device.detach(name)):
+            resident.flow.serve()
+            raise NotNow("requests came for it")
+        try:
+            if keep and self._copies.get(name) is None:
+                await self._on_copy_thread(resident, lambda: self._copy_out(resident, memory))
+        except BaseException:
+            self._copies.drop(name)
+            await asyncio.shield(self._on_device(lambda: self._device.attach(engine)))
+            resident.flow.serve()
+            raise
+        if not keep:
+            self._copies.drop(name)
+        await self._on_copy_thread(resident, memory.unmap)
+        await self._on_device(memory.release)
+        resident.stage = Stage.WARM if keep else Stage.COLD
+
+    # On a copy thread
+
+    def _fill(self, resident: Resident, memory: WeightMemory) -> None:
+        """Read the checkpoint into mapped pages."""
+        opened = resident.opened
+
+        def progress(done: int, total: int) -> None:
+            if resident.stop:
+                raise Stopped
+            self._progress(opened.name, done, total)
+
+        resident.weights = load_weights(
+            opened.checkpoint, opened.placed, self._kernels, memory.array, progress, threads=self._config.threads
+        )
+        digest = sampled_digest(memory.array)
+        require(resident.digest in (None, digest), f"{opened.name}: a second load gave other weights")
+        resident.digest = digest
+
+    def _copy_out(self, resident: Resident, memory: WeightMemory) -> None:
+        copy = self._copies.take(resident.name, memory.size_bytes)
+        if copy is None:
+            raise NotNow("the host has no memory for its copy")
+        move(copy.parts, [memory.array], self._pace(resident, memory.size_bytes))
+        copy.digest = resident.digest
+
+    def _verify(self, resident: Resident, memory: WeightMemory) -> None:
+        """The bytes are those that were first loaded: by samples always, every one of them when debugging."""
+        require(sampled_digest(memory.array) == resident.digest, f"{resident.name}: other bytes after the move")
+        copy = self._copies.get(resident.name)
+        if log.isEnabledFor(logging.DEBUG) and copy is not None:
+            require(full_digest([memory.array]) == full_digest(copy.parts), f"{resident.name}: other bytes in the copy")
+
+    def _pace(self, resident: Resident, total: int) -> Pace:
+        return Pace(lambda done: self._progress(resident.name, done, total), lambda: not resident.stop)
+
+    def _engine(self, resident: Resident, memory: WeightMemory) -> Engine:
+        """The device side, made at the first load and kept: the addresses it is bound to stay the same."""
+        if resident.engine is None:
+            opened = resident.opened
+            weights = resident.weights or bind(opened.placed, self._kernels, memory.array)
+            resident.engine = engine_of(opened, weights, self._config, self._xtensor, self._kernels, self._scarcity)
+        return resident.engine
+
+    async def _prepare(self, resident: Resident) -> None:
+        opened = resident.opened
+        try:
+            tokenizer = await asyncio.to_thread(tokenizer_of, opened, self._renderers)
+        except (BadModel, OSError) as error:
+            log.error("%s: its tokenizer cannot be read: %s", opened.name, error)
+            raise Refused(UNREADABLE, status=503, kind="server_error", code="model_failed") from None
+        target = opened.target(tokenizer)
+        card = opened.card(self._config.prefix_cache)
+        resident.served = ServedModel(card, target, tokenizer, resident.flow, self._streams)
+
+    async def _on_device(self, work: Callable[[], T]) -> T:
+        """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""
+        answer = asyncio.wrap_future(self._device.ask(work))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            await asyncio.wait([answer])
+            raise
+
+    async def _on_copy_thread(self, resident: Resident, work: Callable[[], T]) -> T:
+        """Run `work` on a copy thread. When this is cancelled, the work is told and has ended before it is left:
+        nobody may unmap what a thread still writes."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            resident.stop = True
+            await asyncio.wait([running])
+            raise
 
 
 def engine_of(
-    model: FilledModel, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
+    opened: OpenedModel, weights: Weights, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
 ) -> Engine:
-    """The device side of a filled model."""
-    opened = model.opened
-    name, spec, kv = opened.entry.name, opened.spec, opened.kv
+    """The device side of a model whose weights are bound to their addresses."""
+    name, spec, kv = opened.name, opened.spec, opened.kv
     cache = tuple(
         kernels.cache_layer(
             xtensor.slab, layer * kv.layer_bytes, config.page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
@@ -135,11 +365,11 @@ def engine_of(
         for layer in range(spec.n_layers)
     )  # fmt: skip
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    decoder = Decoder(spec, model.weights, kernels, cache, opened.context_tokens, step_tokens)
+    decoder = Decoder(spec, weights, kernels, cache, opened.context_tokens, step_tokens)
     pages = KvPages(xtensor.pool, name, kv.page_tokens)
     limits = BatcherLimits(
         context_tokens=opened.context_tokens,
-        capacity_pages=opened.kv_pages,
+        capacity_pages=opened.longest_pages,
         step_tokens=step_tokens,
         sequences=config.max_num_seqs,
         one_prompt_at_a_time=config.one_prompt_at_a_time,
@@ -147,79 +377,3 @@ def engine_of(
     )
     batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
     return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))
-
-
-def served(model: FilledModel, config: ServeConfig, device: DeviceThread, streams: Streams) -> ServedModel:
-    """The loop side of a filled model."""
-    opened, spec = model.opened, model.opened.spec
-    card = ModelCard(
-        id=opened.entry.name,
-        created_s=int(time.time()),
-        context_tokens=opened.context_tokens,
-        parameters=sum(slot.n * slot.k for slot in opened.placed.entries),
-        weight_bytes=opened.placed.total_bytes,
-        dtype=form_names(opened.placed),
-        family=spec.family.value,
-        kv_page_tokens=opened.kv.page_tokens,
-        kv_pages=opened.kv_pages,
-        kv_dtype=spec.dtype.name.lower(),
-        prefix_caching=config.prefix_cache,
-    )
-    # A tokenizer may know ids that the model has no row for; such an id can never be drawn.
-    eos_ids = (i for i in dict.fromkeys([*spec.eos_ids, *model.tokenizer.eos_ids]) if i < spec.vocab)
-    defaults = _defaults(spec.sampling, opened.entry.sampling)
-    dialect, pooling = _dialect(model.tokenizer), pooling_of(opened.checkpoint)
-    target = Target(card.id, card.context_tokens, spec.vocab, tuple(eos_ids), defaults, dialect, spec.hidden, pooling)
-    return ServedModel(card, target, model.tokenizer, device, streams)
-
-
-def _dtype(config: ServeConfig) -> DType | None:
-    """What to store weights as; None follows the checkpoint."""
-    match config.dtype:
-        case DTypeChoice.FLOAT32:
-            return DType.F32
-        case DTypeChoice.BFLOAT16:
-            return DType.BF16
-        case DTypeChoice.AUTO:
-            return None
-
-
-def _tokenizer(checkpoint: Checkpoint, renderers: Renderers) -> Tokenizer:
-    """The tokenizer with its chat template compiled: the first chat would wait 80 ms for that."""
-    folder = checkpoint.tokenizer_folder
-    if folder is None:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, renderers)
-    else:
-        tokenizer = Tokenizer.from_folder(folder, renderers)
-    tokenizer.compile_templates()
-    return tokenizer
-
-
-def _dialect(tokenizer: Tokenizer) -> Dialect:
-    """How the model speaks beyond plain text, from its template and vocabulary."""
-    markers = markers_of(tokenizer.added(MARKERS))
-    return dialect_of(tokenizer.chat_template, tokenizer.tool_template, markers)
-
-
-def _defaults(suggested: SamplingDefaults, otherwise: Sampling) -> Sampling:
-    """How to sample where a client says nothing: as the checkpoint suggests, else as the entry does."""
-    given = {name: value for name, value in msgspec.structs.asdict(suggested).items() if value is not None}
-    return msgspec.structs.replace(otherwise, **given)
-
-
-def _context_tokens(name: str, supported: int, config: ServeConfig, kv: KvLayout, kv_pages: int) -> int:
-    """The longest sequence served: what was asked for, else what model and memory allow."""
-    holds = kv_pages * kv.page_tokens
-    asked = config.max_model_len
-    if asked is None:
-        if holds < 2:
-            raise BadConfig(f"{name}: {holds} tokens of KV memory are left; raise --memory or serve fewer models")
-        return min(supported, holds)
-    if asked > supported:
-        raise BadConfig(f"max-model-len {asked} is more than {name} supports ({supported} tokens)")
-    if pages_for(asked, kv.page_tokens) > kv_pages:
-        raise BadConfig(
-            f"max-model-len {asked} needs {format_bytes(asked * kv.token_bytes)} of KV memory for {name}; "
-            f"{holds} tokens fit: lower it or raise memory"
-        )
-    return asked

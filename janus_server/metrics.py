@@ -82,7 +82,7 @@ class Metrics:
 
     def render(self, node: Gauged) -> bytes:
         """The text of /metrics."""
-        for name in node.models:
+        for name in node.cards:
             self.model(name)
         return generate_latest(Joined(self.registry, node))
 

@@ -1,38 +1,77 @@
 """One node: memory, kernels, models and the device thread, put together. `serve` runs it, the HTTP layer reads it.
 
-Loading happens on a worker thread before the device thread starts, so the pool has one user at a time. The node
-executes and decides nothing.
+What takes time at start (compiling, headers) is done on a worker thread; afterwards models come and go by orders. The
+node executes and decides nothing: `leader` carries the Brain's orders here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from janus_server.catalogue import OpenedModel, open_models
 from janus_server.config import ServeConfig
-from janus_server.executor import Attach, DeviceThread, EndAll, StepReport, Stop
+from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
 from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.choose import choose
+from janus_server.kernels.table import Kernels
+from janus_server.kv.host import HostCopies
 from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
-from janus_server.lifecycle import Progress, engine_of, fill, open_models, served
+from janus_server.leader import Leader
+from janus_server.lifecycle import Lifecycle, Progress
 from janus_server.observe.log import decision
+from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
+from janus_server.sched.brain import Brain, BrainSettings
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
-from janus_server.types import BatcherStats, Load, Owner
+from janus_server.types import BatcherStats, Load, ModelCard, Owner
 
 log = logging.getLogger("janus.node")
 
+NODE = "n0"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opened:
+    """What the start made on its worker thread."""
+
+    kernels: Kernels
+    catalogue: tuple[OpenedModel, ...]
+    xtensor: XTensor
+
+
+class _Start:
+    """Waits until everything that the Brain ordered at start has ended; the first failure is the start's."""
+
+    def __init__(self, trouble: Callable[[str], Exception]) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._trouble = trouble
+        self._open: dict[int, str] = {}
+
+    def see(self, news: Event | Action) -> None:
+        if self.over.done():
+            return
+        if isinstance(news, Order):
+            self._open[news.id] = news.model
+        elif isinstance(news, Failed):
+            self.over.set_exception(self._trouble(self._open[news.order]))
+        elif isinstance(news, Done):
+            del self._open[news.order]
+            if not self._open:
+                self.over.set_result(None)
+
 
 class Node:
-    """What this process serves and with which memory. Built on the loop's thread; `load` runs on a worker."""
+    """What this process serves and with which memory. Lives on the loop's thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self.models: Mapping[str, ServedModel] = MappingProxyType({})
+        self.cards: Mapping[str, ModelCard] = MappingProxyType({})
         self.streams = Streams()
         self.pool_pages = config.memory_bytes // config.page_bytes
         self.free_pages = self.pool_pages
@@ -40,6 +79,8 @@ class Node:
         self._draining: str | None = None
         self._device: DeviceThread | None = None
         self._toucher: TouchAhead | None = None
+        self._lifecycle: Lifecycle | None = None
+        self._leader: Leader | None = None
         self._renderers = Renderers()
         self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
         self._pages: Mapping[Owner, int] = MappingProxyType({})
@@ -60,9 +101,40 @@ class Node:
         return None
 
     def ready(self) -> str | None:
-        """None when every model takes requests, else the reason why not."""
-        failed = [name for name, model in self.models.items() if model.failed]
-        return self.refusing() or self._frozen() or (f"stopped after an error: {', '.join(failed)}" if failed else None)
+        """None when requests are taken, else the reason why not."""
+        return self.refusing() or self._frozen()
+
+    @property
+    def prepared(self) -> Mapping[str, ServedModel]:
+        """The models whose tokenizers are read: every one that ever had a request."""
+        residents = self._lifecycle.residents if self._lifecycle is not None else {}
+        return {name: resident.served for name, resident in residents.items() if resident.served is not None}
+
+    def troubled(self) -> frozenset[str]:
+        """The models whose last order failed."""
+        residents = self._lifecycle.residents if self._lifecycle is not None else {}
+        return frozenset(name for name, resident in residents.items() if resident.trouble is not None)
+
+    def stages(self) -> Mapping[str, Stage]:
+        """Where every model of the catalogue stands."""
+        residents = self._lifecycle.residents if self._lifecycle is not None else {}
+        return {name: resident.stage for name, resident in residents.items()}
+
+    def ask(self, name: str, wish: Wish) -> Answer:
+        """An operator's wish for a model of the catalogue, and what the Brain answers."""
+        if self._leader is None:
+            return Answer(name, False, "the node is still starting")
+        return self._leader.ask(name, wish)
+
+    def settled(self, name: str) -> bool:
+        """True when the model stands where the Brain wants it, as far as it is known now."""
+        return self._leader is not None and self._leader.settled(name)
+
+    async def model(self, name: str) -> ServedModel | None:
+        """The model of that name, ready to take requests (it may have to be loaded for them); None when unknown."""
+        if self._lifecycle is None or name not in self._lifecycle.residents:
+            return None
+        return await self._lifecycle.prepare(name)
 
     def stats(self) -> Mapping[str, BatcherStats]:
         return self._stats
@@ -75,32 +147,32 @@ class Node:
         """Pages held, by owner, after the last step."""
         return self._pages
 
-    def load(self, loop: asyncio.AbstractEventLoop, progress: Progress) -> None:
-        """Load every configured model, then start the device thread. On a worker thread; raises BadModel, BadConfig.
+    async def open(self, progress: Progress) -> None:
+        """Read the catalogue, start the device thread, and load what the Brain wants at start.
 
-        `progress` may raise to stop it: nothing runs then, and the process is expected to end.
+        Raises BadModel or BadConfig when a model cannot be served here.
         """
-        config = self._config
-        kernels, reasons = choose(config.kernels.value, config.threads, config.cache_dir)
-        for reason in reasons:
-            log.debug("%s", reason)
-        opened = open_models(config, kernels)
-        xtensor = XTensor(config.memory_bytes, config.page_bytes)
+        loop = asyncio.get_running_loop()
+        opened = await asyncio.to_thread(_open, self._config)
+        xtensor = opened.xtensor
         toucher = self._toucher = TouchAhead(xtensor)
         scarcity = Scarcity(xtensor.pool)
-        device = DeviceThread(
+        device = self._device = DeviceThread(
             xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below,
-            xtensor.close_weights,
+            lambda model: lifecycle.release_lost(model),
         )  # fmt: skip
-        models, stats = {}, {}
-        for one in opened:
-            filled = fill(one, xtensor, kernels, self._renderers, config.threads, progress)
-            engine = engine_of(filled, config, xtensor, kernels, scarcity)
-            device.post(Attach(engine))
-            models[engine.model] = served(filled, config, device, self.streams)
-            stats[engine.model] = engine.batcher.stats()
-        toucher.below(xtensor.pool.n_pages)
-        loop.call_soon_threadsafe(self._serve, device, models, stats, xtensor.pool.held(), xtensor.pool.free_pages)
+        lifecycle = self._lifecycle = Lifecycle(
+            self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
+            HostCopies(self._config.host_memory_bytes), lambda: leader.changed(), progress,
+        )  # fmt: skip
+        self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
+        self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
+        start = _Start(lifecycle.trouble)
+        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, start.see)
+        device.start()
+        leader.join(self.pool_pages, self._config.host_memory_bytes)
+        await start.over
+        self._loaded = True
 
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
@@ -113,26 +185,21 @@ class Node:
         if self._device is not None:
             self._device.post(EndAll())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
+        if self._leader is not None:
+            await self._leader.close()
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.close()
         if self._toucher is not None:
             self._toucher.close()
         if self._device is not None and self._device.alive:
             self._device.post(Stop())
             self._device.join(timeout_s=60.0)
         self._renderers.close()
-
-    def _serve(
-        self, device: DeviceThread, models: dict[str, ServedModel], stats: dict[str, BatcherStats],
-        pages: dict[Owner, int], free_pages: int,
-    ) -> None:  # fmt: skip
-        """Everything is loaded: show it to the loop in one piece, and start."""
-        self._device = device
-        self.models = MappingProxyType(models)
-        self._stats = MappingProxyType(stats)
-        self._pages, self.free_pages = pages, free_pages
-        self._loaded = True
-        device.start()
 
     def _frozen(self) -> str | None:
         """Work waits and nothing moves: a busy node ends a step now and then, a frozen one never does."""
@@ -147,11 +214,18 @@ class Node:
         if report.stats is not None:
             self._stats = MappingProxyType({**self._stats, report.model: report.stats})
         self._pages, self.free_pages = report.pages, report.free_pages
-        if report.failed:
-            self.models[report.model].failed = True
         self.streams.deliver(report)
+        if report.failed and self._leader is not None:
+            self._leader.lost(report.model)
         for listener in self._listeners:
             listener(report)
+
+
+def _open(config: ServeConfig) -> _Opened:
+    kernels, reasons = choose(config.kernels.value, config.threads, config.cache_dir)
+    for reason in reasons:
+        log.debug("%s", reason)
+    return _Opened(kernels, open_models(config, kernels), XTensor(config.memory_bytes, config.page_bytes))
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, deliver: Callable[[StepReport], None], report: StepReport) -> None:

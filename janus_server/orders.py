@@ -53,7 +53,8 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue, with what it takes on a node.
 
     longest_pages is what its longest sequence needs; floor_pages of KV are kept for it while it is Active. load_s and
-    wake_s are predictions, from bytes over measured bandwidths until the first of each was timed.
+    wake_s are predictions, from bytes over measured bandwidths until the first of each was timed. preload asks for it
+    to be loaded at start, if it fits beside those before it.
     """
 
     model: str
@@ -65,6 +66,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float = 0.1
     idle_s: float | None = None
     pinned: bool = False
+    preload: bool = True
 
 
 # Events

@@ -7,7 +7,6 @@ a clear word instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
@@ -28,7 +27,7 @@ from janus_server.network import bind, check_exposure, connections_to_have, tls_
 from janus_server.node import Node
 from janus_server.observe import log as logs
 from janus_server.observe.trace import Tracer
-from janus_server.terminal.progress import LoadProgress, LoadStopped
+from janus_server.terminal.progress import LoadProgress
 from janus_server.units import format_bytes
 from janus_server.version import server_version
 
@@ -76,8 +75,9 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop)
     node = Node(config)
-    progress = LoadProgress(sys.stderr, stop.is_set)
-    loading = asyncio.create_task(asyncio.to_thread(node.load, loop, progress.update))
+    progress = LoadProgress(sys.stderr)
+    opening = asyncio.create_task(node.open(progress.update))
+    await asyncio.sleep(0)  # let it begin
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.http.listen import Listener
 
@@ -85,18 +85,22 @@ async def _serve(
     if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
         loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, server))
     try:
-        with contextlib.suppress(LoadStopped):
-            await loading
-            progress.close()
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
+        progress.close()
+        if opening.done():
+            await opening
             _announce(config, node, _url(config, listening), time.perf_counter() - start_s)
             # What start-up left behind lives as long as the process: keep the collector from walking it again.
             gc.collect()
             gc.freeze()
-            await stop.wait()
+            await stopped
             await _drain(config, node, server)
     finally:
         await server.close()
-        await asyncio.to_thread(node.close)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await node.close()
     return 0
 
 
@@ -152,11 +156,11 @@ async def _idle(server: Listener, limit_s: float) -> None:
 
 def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:
     lines = [f"Janus is ready on {url} after {took_s:.2f} s"]
-    for model in node.models.values():
-        card = model.card
+    stages = node.stages()
+    for card in node.cards.values():
         lines.append(
             f"  {card.id}: {card.family}, {card.parameters / 1e6:.0f} M parameters, {card.dtype}, "
-            f"{format_bytes(card.weight_bytes)} of weights, context {card.context_tokens}"
+            f"{format_bytes(card.weight_bytes)} of weights, context {card.context_tokens}, {stages[card.id].value}"
         )
     pool = format_bytes(config.memory_bytes)
     lines.append(f"  memory {pool}, of it {format_bytes(node.free_pages * config.page_bytes)} free for KV cache")

@@ -1,21 +1,31 @@
 """Every setting as a user meets it: key, flags, help, and the reader that turns a raw value into the field's type.
 
-`config` resolves them into one record and `cli` makes flags of them. Readers take a value from TOML, from --set or from
-a flag and raise ValueError with what is allowed; they open nothing.
+`config` resolves them into one record and `cli` makes flags of them.
 """
 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from janus_server import units
-from janus_server.suggest import nearest
+from janus_server.readers import (
+    auto,
+    between,
+    choice,
+    collector,
+    file,
+    folder,
+    host,
+    names_of,
+    page_bytes,
+    positive_seconds,
+    switch,
+    truth,
+)
 
 
 class DTypeChoice(enum.Enum):
@@ -59,113 +69,9 @@ class Setting(msgspec.Struct, frozen=True):
     metavar: str | None = None
 
 
-PAGE_BYTES_MIN: Final = 4096
-
-# Readers: a raw value (TOML, --set text or flag text) to the field's type, or ValueError with what is allowed.
-
-E = TypeVar("E", bound=enum.Enum)
-T = TypeVar("T")
-
-
-def _choice(kind: type[E]) -> Callable[[Any], E]:
-    names = [member.value for member in kind]
-
-    def read(raw: Any) -> E:
-        if raw not in names:
-            raise ValueError(f"{raw!r} is not one of {', '.join(names)}{nearest(str(raw), names)}")
-        return kind(raw)
-
-    return read
-
-
-def _between(low: int, high: int, what: str) -> Callable[[Any], int]:
-    def read(raw: Any) -> int:
-        count = units.parse_count(raw)
-        if not low <= count <= high:
-            raise ValueError(f"{raw!r} is not {what} between {low} and {high}")
-        return count
-
-    return read
-
-
-def truth(raw: Any) -> bool:
-    words = {True: True, False: False, "true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if not isinstance(raw, bool | str) or raw not in words:
-        raise ValueError(f"{raw!r} is not true or false")
-    return words[raw]
-
-
-def _switch(raw: Any) -> bool:
-    if raw in ("on", "off"):
-        return bool(raw == "on")
-    try:
-        return truth(raw)
-    except ValueError:
-        raise ValueError(f"{raw!r} is not on or off") from None
-
-
-def _collector(raw: Any) -> str:
-    if not isinstance(raw, str) or not re.fullmatch(r"https?://[A-Za-z0-9._:\[\]-]{1,253}(/[A-Za-z0-9._~/-]*)?", raw):
-        raise ValueError(f"{raw!r} is not the address of a collector, such as http://127.0.0.1:4318")
-    return raw
-
-
-def _page_bytes(raw: Any) -> int:
-    size_bytes = units.parse_bytes(raw)
-    if size_bytes < PAGE_BYTES_MIN or size_bytes & (size_bytes - 1) or size_bytes > 1 << 30:
-        raise ValueError(f"{raw!r} is not a page size; a power of two from 4KiB to 1GiB, such as 2MiB")
-    return size_bytes
-
-
-def _host(raw: Any) -> str:
-    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9.:_%-]{1,253}", raw):
-        raise ValueError(f"{raw!r} is not a host name or address, such as 127.0.0.1 or 0.0.0.0")
-    return raw
-
-
-def _folder(raw: Any) -> Path:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError(f"{raw!r} is not a folder")
-    return Path(raw).expanduser().absolute()
-
-
-def _file(raw: Any) -> Path:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError(f"{raw!r} is not a file")
-    return Path(raw).expanduser().absolute()
-
-
-def _auto(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    """A reader that also takes "auto" (None)."""
-    return lambda raw: None if raw == "auto" else read(raw)
-
-
-def _positive_s(raw: Any) -> float:
-    duration_s = units.parse_seconds(raw)
-    if duration_s == 0:
-        raise ValueError(f"{raw!r} is not a duration of more than zero")
-    return duration_s
-
-
-def _names(what: str, shape: str) -> Callable[[Any], tuple[str, ...]]:
-    """A list of names of that shape: a list in TOML, else a text with commas. Lower case, since case means nothing."""
-
-    def read(raw: Any) -> tuple[str, ...]:
-        listed = raw.split(",") if isinstance(raw, str) else raw
-        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-            raise ValueError(f"{raw!r} is not a list of {what}")
-        names = [one.strip().lower().removesuffix("/") for one in listed if one.strip()]
-        for name in names:
-            if not re.fullmatch(shape, name):
-                raise ValueError(f"{name!r} is not one of {what}; each is named in full, without *")
-        return tuple(names)
-
-    return read
-
-
 SETTINGS: Final[tuple[Setting, ...]] = (
-    Setting("host", "host", _host, ("--host",), "address to listen on (default 127.0.0.1, this machine only)"),
-    Setting("port", "port", _between(0, 65535, "a port"), ("--port",), "port to listen on (default 8000; 0: any free)"),
+    Setting("host", "host", host, ("--host",), "address to listen on (default 127.0.0.1, this machine only)"),
+    Setting("port", "port", between(0, 65535, "a port"), ("--port",), "port to listen on (default 8000; 0: any free)"),
     Setting(
         "memory",
         "memory_bytes",
@@ -175,9 +81,17 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "SIZE",
     ),
     Setting(
+        "host_memory",
+        "host_memory_bytes",
+        units.parse_bytes,
+        ("--host-memory",),
+        "budget for copies of models that sleep, from which they wake in a moment (default: a quarter of RAM)",
+        "SIZE",
+    ),
+    Setting(
         "page_size",
         "page_bytes",
-        _page_bytes,
+        page_bytes,
         ("--page-size",),
         "size of a physical page, a power of two (default 2MiB)",
         "SIZE",
@@ -185,7 +99,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_model_len",
         "max_model_len",
-        _auto(_between(1, 1 << 24, "a number of tokens")),
+        auto(between(1, 1 << 24, "a number of tokens")),
         ("--max-model-len",),
         "longest prompt plus answer in tokens (default: what the model allows)",
         "TOKENS",
@@ -193,17 +107,17 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "dtype",
         "dtype",
-        _choice(DTypeChoice),
+        choice(DTypeChoice),
         ("--dtype",),
         "auto, float32 or bfloat16 (default auto: as the checkpoint)",
     ),
     Setting(
-        "kernels", "kernels", _choice(KernelChoice), ("--kernels",), "auto, cpu (native) or torch_ref (default auto)"
+        "kernels", "kernels", choice(KernelChoice), ("--kernels",), "auto, cpu (native) or torch_ref (default auto)"
     ),
     Setting(
         "threads",
         "threads",
-        _between(1, 1024, "a number of threads"),
+        between(1, 1024, "a number of threads"),
         ("--threads",),
         "threads that compute (default: physical cores allowed to this process)",
         "N",
@@ -211,7 +125,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_num_seqs",
         "max_num_seqs",
-        _between(1, 4096, "a number of sequences"),
+        between(1, 4096, "a number of sequences"),
         ("--max-num-seqs",),
         "most sequences in one step (default 128)",
         "N",
@@ -219,7 +133,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_num_batched_tokens",
         "max_num_batched_tokens",
-        _between(1, 1 << 20, "a number of tokens"),
+        between(1, 1 << 20, "a number of tokens"),
         ("--max-num-batched-tokens",),
         "most tokens in one step (default 512)",
         "N",
@@ -249,7 +163,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "api_key_file",
         "api_key_file",
-        _file,
+        file,
         ("--api-key-file",),
         "keys that clients must send, one a line or in TOML with names and limits; read again on SIGHUP. A single key "
         "can come in JANUS_API_KEY instead, the admin key in JANUS_ADMIN_KEY",
@@ -265,7 +179,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "allowed_hosts",
         "allowed_hosts",
-        _names("host names such as api.example.org", r"[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\]"),
+        names_of("host names such as api.example.org", r"[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\]"),
         ("--allowed-hosts",),
         "more host names that requests may be addressed to; on this machine alone, localhost and its addresses always "
         "may. On other addresses any name may unless some are listed",
@@ -274,7 +188,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "allowed_origins",
         "allowed_origins",
-        _names(
+        names_of(
             "origins such as https://chat.example.org",
             r"[a-z][a-z0-9+.-]{0,31}://([a-z0-9.-]{1,253}|\[[0-9a-f:.]+\])(:\d+)?",
         ),
@@ -286,16 +200,16 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "ssl_certfile",
         "ssl_certfile",
-        _file,
+        file,
         ("--ssl-certfile",),
         "certificate chain in PEM form: serve HTTPS (TLS 1.2 or later)",
         "FILE",
     ),
-    Setting("ssl_keyfile", "ssl_keyfile", _file, ("--ssl-keyfile",), "the certificate's private key", "FILE"),
+    Setting("ssl_keyfile", "ssl_keyfile", file, ("--ssl-keyfile",), "the certificate's private key", "FILE"),
     Setting(
         "max_connections",
         "max_connections",
-        _between(1, 1 << 20, "a number of connections"),
+        between(1, 1 << 20, "a number of connections"),
         ("--max-connections",),
         "open connections beyond which new ones are refused (default 4096)",
         "N",
@@ -303,7 +217,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "header_timeout",
         "header_timeout_s",
-        _positive_s,
+        positive_seconds,
         ("--header-timeout",),
         "how long a request's headers may take to arrive (default 20s)",
         "DURATION",
@@ -311,7 +225,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "idle_timeout",
         "idle_timeout_s",
-        _positive_s,
+        positive_seconds,
         ("--idle-timeout",),
         "how long a connection may stay open without a request (default 75s)",
         "DURATION",
@@ -319,7 +233,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "request_timeout",
         "request_timeout_s",
-        _auto(_positive_s),
+        auto(positive_seconds),
         ("--request-timeout",),
         "how long an answer may take in all before it ends with an error (default auto: as long as it needs)",
         "DURATION",
@@ -327,7 +241,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_queued_requests",
         "max_queued_requests",
-        _auto(_between(1, 1 << 24, "a number of requests")),
+        auto(between(1, 1 << 24, "a number of requests")),
         ("--max-queued-requests",),
         "choices that may wait for their first token before calls are refused; half of it for one of several models "
         "(default auto: 32 for each of --max-num-seqs, at least 4096)",
@@ -336,7 +250,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "max_queued_tokens",
         "max_queued_tokens",
-        _auto(_between(1, 1 << 32, "a number of tokens")),
+        auto(between(1, 1 << 32, "a number of tokens")),
         ("--max-queued-tokens",),
         "prompt tokens that may wait likewise (default auto: --max-num-batched-tokens for each queued request)",
         "N",
@@ -344,25 +258,25 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "frozen_after",
         "frozen_after_s",
-        _positive_s,
+        positive_seconds,
         ("--frozen-after",),
         "not ready once work waits and no step has ended for so long; more than the longest step (default 60s)",
         "DURATION",
     ),
     Setting(
-        "log_level", "log_level", _choice(LogLevel), ("--log-level",), "debug, info, warning or error (default info)"
+        "log_level", "log_level", choice(LogLevel), ("--log-level",), "debug, info, warning or error (default info)"
     ),
     Setting(
         "log_format",
         "log_format",
-        _choice(LogFormat),
+        choice(LogFormat),
         ("--log-format",),
         "human, or json for one object a line (default human)",
     ),
     Setting(
         "access_log",
         "access_log",
-        _switch,
+        switch,
         ("--access-log",),
         "on or off: a log line for each request (default on)",
         "on|off",
@@ -377,7 +291,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "otlp_endpoint",
         "otlp_endpoint",
-        _collector,
+        collector,
         ("--otlp-endpoint",),
         "OpenTelemetry collector that traces go to, such as http://127.0.0.1:4318",
         "URL",
@@ -385,7 +299,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting(
         "cache_dir",
         "cache_dir",
-        _folder,
+        folder,
         ("--cache-dir",),
         "where compiled kernels are kept (default ~/.cache/janus/kernels)",
         "FOLDER",

@@ -77,7 +77,7 @@ class Access:
 
     def _log_prompts(self, request_id: str, watch: CallWatch) -> None:
         requests = watch.call.requests
-        tokenizer = self._node.models[requests[0].model].tokenizer
+        tokenizer = self._node.prepared[requests[0].model].tokenizer
         texts = [tokenizer.decode(one.prompt[:PROMPT_TOKENS], skip_special=False) for one in requests]
         log.info("prompts of %s: %r", request_id, texts, extra=facts(request=request_id, prompts=texts))
 

@@ -76,7 +76,7 @@ class Generate:
         raw = await self._service.read(request)
         body = parse.parse_chat(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, ChatBody))
-        model = self._service.serving(body.model)
+        model = await self._service.serving(body.model)
         call = await self.plan_chat(model, body, "chatcmpl-")
         return await self.answer(request, model, call, arrived_s, CHAT)
 
@@ -85,7 +85,7 @@ class Generate:
         raw = await self._service.read(request)
         body = parse.parse_completion(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, CompletionBody))
-        model = self._service.serving(body.model)
+        model = await self._service.serving(body.model)
         prompts = await self._encode_prompts(model, body)
         call = plan.plan_completion(body, prompts, model.target, self._service.limits, label("cmpl-"))
         if body.echo:

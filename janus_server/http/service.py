@@ -20,6 +20,7 @@ from janus_server.errors import Refused
 from janus_server.grammar.compile import Grammars
 from janus_server.http.admit import Door
 from janus_server.metrics import Metrics
+from janus_server.types import ModelCard
 
 if TYPE_CHECKING:
     from janus_server.instance import ServedModel
@@ -54,20 +55,25 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.grammars.close)
 
-    def serving(self, name: str) -> ServedModel:
-        """The model of that name, ready to take requests. Refused (503) while models load or the server drains."""
+    async def serving(self, name: str) -> ServedModel:
+        """The model of that name, to send requests to: they wait where it is not on the device.
+
+        Refused while the server starts or drains (503), and where there is no such model (404).
+        """
         reason = self.node.refusing()
         if reason is not None:
             raise not_ready(reason)
-        return self.find(name)
-
-    def find(self, name: str) -> ServedModel:
-        """The model of that name, or 404."""
-        model = self.node.models.get(name)
+        model = await self.node.model(name)
         if model is None:
-            message = "no model of that name is served here; GET /v1/models lists those that are"
-            raise Refused(message, status=404, param="model", code="model_not_found")
+            raise no_such_model()
         return model
+
+    def card(self, name: str) -> ModelCard:
+        """What is known of the model of that name, or 404."""
+        card = self.node.cards.get(name)
+        if card is None:
+            raise no_such_model()
+        return card
 
     def count_ignored(self, request: web.Request, names: Sequence[str]) -> None:
         """Count fields that are ignored, and log each name once; a client may invent names without end."""
@@ -109,6 +115,11 @@ class Service:
     async def on_thread(self, work: Callable[[], T]) -> T:
         """Run what could hold up the loop on an encoding thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def no_such_model() -> Refused:
+    message = "no model of that name is served here; GET /v1/models lists those that are"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def not_ready(reason: str) -> Refused:

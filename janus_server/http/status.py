@@ -35,10 +35,10 @@ class Status:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        cards = [model.card for model in self._service.node.models.values()]
+        cards = self._service.node.cards.values()
         entries = [reply.model_entry(card) for card in cards if may_see(request, card.id)]
         return json_response({"object": "list", "data": entries})
 
     async def show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        return json_response(reply.model_entry(self._service.find(name if may_see(request, name) else "").card))
+        return json_response(reply.model_entry(self._service.card(name if may_see(request, name) else "")))

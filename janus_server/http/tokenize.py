@@ -17,7 +17,7 @@ from janus_server.api.bodies import ChatBody
 from janus_server.api.tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from janus_server.errors import Refused
 from janus_server.http.gate import may_see
-from janus_server.http.service import Service, not_ready
+from janus_server.http.service import Service
 
 if TYPE_CHECKING:
     from janus_server.instance import ServedModel
@@ -34,7 +34,7 @@ class Tokenize:
         raw = await self._service.read(request)
         body = tokenize.parse_tokenize(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, TokenizeBody))
-        model = self._model(request, body.model)
+        model = await self._model(request, body.model)
         work = functools.partial(_tokenize, model.tokenizer, body, model.card.context_tokens)
         # A template is a program that came with the checkpoint: it never runs on the loop.
         short = body.prompt is not None and len(body.prompt) <= self._service.limits.inline_chars
@@ -44,7 +44,7 @@ class Tokenize:
         raw = await self._service.read(request)
         body = tokenize.parse_detokenize(raw)
         self._service.count_ignored(request, parse.ignored_fields(raw, DetokenizeBody))
-        model = self._model(request, body.model)
+        model = await self._model(request, body.model)
         # A tokenizer may know ids that the model has no row for, and the other way round: both are answered.
         tokenize.check_ids(body.tokens, max(model.target.vocab, model.tokenizer.vocab_size))
         work = functools.partial(_detokenize, model.tokenizer, body.tokens)
@@ -52,7 +52,7 @@ class Tokenize:
         return _json(work() if short else await self._service.on_thread(work))
 
     async def info(self, request: web.Request) -> web.Response:
-        model = self._model(request, request.query.get("model"))
+        model = await self._model(request, request.query.get("model"))
         texts = model.tokenizer.token_texts
         about = TokenizerInfo(
             tokenizer_class=model.tokenizer.kind,
@@ -68,17 +68,14 @@ class Tokenize:
         )
         return _json(msgspec.json.encode(about))
 
-    def _model(self, request: web.Request, name: str | None) -> ServedModel:
+    async def _model(self, request: web.Request, name: str | None) -> ServedModel:
         """The named model, or the only one that the request's key may know of."""
-        reason = self._service.node.refusing()
-        if reason is not None:
-            raise not_ready(reason)
         if name is not None:
-            return self._service.find(name if may_see(request, name) else "")
-        models = [model for key, model in self._service.node.models.items() if may_see(request, key)]
-        if len(models) != 1:
+            return await self._service.serving(name if may_see(request, name) else "")
+        names = [key for key in self._service.node.cards if may_see(request, key)]
+        if len(names) > 1:
             raise Refused("model is required: several models are served here", param="model", code="missing_field")
-        return models[0]
+        return await self._service.serving(names[0] if names else "")
 
 
 def _tokenize(tokenizer: Tokenizer, body: TokenizeBody, context_tokens: int) -> bytes:

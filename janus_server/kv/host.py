@@ -1,75 +1,67 @@
 """Warm copies: weights of models that are not on the device, kept in host memory within a budget.
 
-`lifecycle` takes, fills and drops copies; the Brain decides which. A copy is anonymous memory of its own, in huge pages
-where the system gives them, locked where it may be. Nothing here decides.
+`lifecycle` takes, fills and drops copies; the Brain decides which. Memory comes in chunks of one arena and is kept when
+a copy goes: the first touch of memory that a virtual machine never used costs 7 ms for 2 MiB, every later one nothing.
+Huge pages where the system gives them, locked where it may be. Nothing here decides.
 """
 
 from __future__ import annotations
 
 import ctypes
+import heapq
 import mmap
 import threading
 
 import numpy as np
 
 from janus_server.errors import require
+from janus_server.kv.vmm_cpu import runs
 
+CHUNK_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
-_HUGE_BYTES = 2 << 20
+_MAP_NORESERVE = 0x4000
 
 
 class HostCopy:
-    """One model's weights in host memory; `array` is flat uint8 of the bytes asked for.
+    """One model's weights in host memory, as runs of chunks: `parts` are flat uint8, `size_bytes` together.
 
-    locked says whether the system promised not to swap it out. digest is set once it is filled.
+    digest is set once it is filled.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        require(size_bytes > 0, "a copy has at least one byte")
-        # Rounded up and over: huge pages need an aligned start, which anonymous maps of that size get or can be cut to.
-        self._map = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(_MADV_HUGEPAGE)
-        whole = np.frombuffer(self._map, dtype=np.uint8)
-        skip = -whole.ctypes.data % _HUGE_BYTES
-        self.array = whole[skip : skip + size_bytes]
-        self.locked = _lock(self.array)
+    def __init__(self, chunks: tuple[int, ...], parts: tuple[np.ndarray, ...]) -> None:
+        self.chunks = chunks
+        self.parts = parts
+        self.size_bytes = sum(map(len, parts))
         self.digest: int | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.array)
 
 
 class HostCopies:
     """All copies of a node by model, never more than `budget_bytes` together. Any thread."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+        self._chunks = budget_bytes // CHUNK_BYTES
+        self.budget_bytes = self._chunks * CHUNK_BYTES
+        self._free = list(range(self._chunks))
         self._copies: dict[str, HostCopy] = {}
         self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            return sum(copy.size_bytes for copy in self._copies.values())
+        self._arena = _arena(self._chunks)
 
     def held(self) -> dict[str, int]:
-        """Bytes by model."""
+        """Bytes by model, whole chunks."""
         with self._lock:
-            return {model: copy.size_bytes for model, copy in self._copies.items()}
+            return {model: len(copy.chunks) * CHUNK_BYTES for model, copy in self._copies.items()}
 
     def take(self, model: str, size_bytes: int) -> HostCopy | None:
-        """Memory for a copy, to be filled by the caller; None when the budget or the system has too little."""
+        """Memory for a copy, to be filled by the caller; None when the budget has too little left."""
+        count = chunks_for(size_bytes)
         with self._lock:
             require(model not in self._copies, f"{model} has a host copy already")
-            if sum(copy.size_bytes for copy in self._copies.values()) + size_bytes > self.budget_bytes:
+            if count > len(self._free):
                 return None
-            try:
-                copy = HostCopy(size_bytes)
-            except OSError:
-                return None
-            self._copies[model] = copy
-            return copy
+            chunks = tuple(heapq.heappop(self._free) for _ in range(count))
+            copy = self._copies[model] = HostCopy(chunks, self._parts(chunks, size_bytes))
+        _lock_in_memory(copy.parts)
+        return copy
 
     def get(self, model: str) -> HostCopy | None:
         """The model's copy, or None while there is none or it is not filled."""
@@ -78,12 +70,41 @@ class HostCopies:
         return copy if copy is not None and copy.digest is not None else None
 
     def drop(self, model: str) -> None:
-        """Give a copy back; the system has its memory once nothing reads it any more. Unknown models are fine."""
+        """Give a copy's memory to whoever takes one next; nothing may read it any more. Unknown models are fine."""
         with self._lock:
-            self._copies.pop(model, None)
+            copy = self._copies.pop(model, None)
+            for chunk in copy.chunks if copy is not None else ():
+                heapq.heappush(self._free, chunk)
+
+    def _parts(self, chunks: tuple[int, ...], size_bytes: int) -> tuple[np.ndarray, ...]:
+        parts = []
+        left = size_bytes
+        for first, count in runs(chunks):
+            size = min(count * CHUNK_BYTES, left)
+            parts.append(self._arena[first * CHUNK_BYTES : first * CHUNK_BYTES + size])
+            left -= size
+        return tuple(parts)
 
 
-def _lock(array: np.ndarray) -> bool:
-    """Ask the system to keep the memory; unprivileged processes may lock little (8 MiB by default), which is fine."""
+def chunks_for(size_bytes: int) -> int:
+    """Chunks that a copy of that size takes."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def _arena(chunks: int) -> np.ndarray:
+    """Address space for all chunks, aligned to them; the system gives memory when a chunk is first written."""
+    if not chunks:
+        return np.empty(0, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    space = mmap.mmap(-1, (chunks + 1) * CHUNK_BYTES, flags=flags)
+    space.madvise(_MADV_HUGEPAGE)
+    whole = np.frombuffer(space, dtype=np.uint8)
+    skip = -whole.ctypes.data % CHUNK_BYTES
+    return whole[skip : skip + chunks * CHUNK_BYTES]
+
+
+def _lock_in_memory(parts: tuple[np.ndarray, ...]) -> None:
+    """Ask the system never to swap them out; unprivileged processes may lock little, and go without."""
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.mlock(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(array))) == 0
+    for part in parts:
+        libc.mlock(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(len(part)))

@@ -1,14 +1,15 @@
 """Moves weights between memories of one host: in pieces, counted, stoppable, paced, and checked by samples.
 
-`lifecycle` calls it on a copy thread for wake, sleep and fork. numpy drops the interpreter lock for a piece, so the
-loop and the device thread go on.
+`lifecycle` calls it on a copy thread for wake, sleep and fork. Both sides are lists of flat uint8 arrays, which may be
+cut differently: a window is one, pages and chunks are runs. numpy drops the interpreter lock for a piece, so the loop
+and the device thread go on.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -32,17 +33,38 @@ class Pace(msgspec.Struct, frozen=True):
     bytes_per_s: float | None = None
 
 
-def move(target: np.ndarray, source: np.ndarray, pace: Pace) -> None:
-    """Copy flat uint8 source over target of the same size. Raises Stopped between two pieces."""
-    require(target.shape == source.shape, "a move has equal sizes")
+def move(target: Sequence[np.ndarray], source: Sequence[np.ndarray], pace: Pace) -> None:
+    """Copy the bytes of source over those of target, equally many. Raises Stopped between two pieces."""
+    require(sum(map(len, target)) == sum(map(len, source)), "a move has equal sizes")
     start_s = time.monotonic()
-    for first, last in _pieces(len(source), PIECE_BYTES):
+    done = 0
+    for to, part in paired(target, source, PIECE_BYTES):
         if not pace.may_go():
             raise Stopped
-        np.copyto(target[first:last], source[first:last])
-        pace.on_bytes(last)
+        np.copyto(to, part)
+        done += len(part)
+        pace.on_bytes(done)
         if pace.bytes_per_s is not None:
-            time.sleep(max(0.0, start_s + last / pace.bytes_per_s - time.monotonic()))
+            time.sleep(max(0.0, start_s + done / pace.bytes_per_s - time.monotonic()))
+
+
+def paired(
+    first: Sequence[np.ndarray], second: Sequence[np.ndarray], most: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Equal pieces of two lists of arrays, of at most `most` bytes each.
+
+    Example: lists cut as 5 and as 2 + 3 bytes, most 4, give pieces of 2, 3 bytes.
+    """
+    i = j = at = bt = 0
+    while i < len(first) and j < len(second):
+        size = min(len(first[i]) - at, len(second[j]) - bt, most)
+        if size:
+            yield first[i][at : at + size], second[j][bt : bt + size]
+        at, bt = at + size, bt + size
+        if at == len(first[i]):
+            i, at = i + 1, 0
+        if bt == len(second[j]):
+            j, bt = j + 1, 0
 
 
 def sampled_digest(array: np.ndarray) -> int:
@@ -56,14 +78,10 @@ def sampled_digest(array: np.ndarray) -> int:
     return zlib.crc32(array[-SAMPLE_BYTES:], digest)
 
 
-def full_digest(array: np.ndarray) -> int:
-    """A checksum of every byte; about 1 GB/s."""
+def full_digest(parts: Sequence[np.ndarray]) -> int:
+    """A checksum of every byte of a list of arrays, however it is cut; about 1 GB/s."""
     digest = 0
-    for first, last in _pieces(len(array), PIECE_BYTES):
-        digest = zlib.crc32(array[first:last], digest)
+    for part in parts:
+        for first in range(0, len(part), PIECE_BYTES):
+            digest = zlib.crc32(part[first : first + PIECE_BYTES], digest)
     return digest
-
-
-def _pieces(size: int, piece: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, size, piece):
-        yield first, min(first + piece, size)

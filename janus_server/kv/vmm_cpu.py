@@ -17,7 +17,7 @@ from janus_server.errors import BadConfig, require
 
 _NONE, _READ_WRITE = 0, 3
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
 # Mappings that are not ours: libraries, thread stacks, heaps. A server with three models had 610.
 _OTHER_MAPPINGS = 4096
 
@@ -98,20 +98,26 @@ class Window:
         self._reserved_at, self.base = memory._reserve(n_pages * memory.page_bytes)
         self._mapped = False
 
+    @property
+    def array(self) -> np.ndarray:
+        """The whole window as flat uint8; to touch it while it is not mapped is a fault."""
+        return _as_array(self.base, self.n_pages * self._memory.page_bytes)
+
     def map(self, pages: tuple[int, ...]) -> np.ndarray:
         """Map pages in order; runs of neighbouring ids take one call. Returns the whole window as flat uint8."""
-        require(len(pages) == self.n_pages and not self._mapped, "a window is mapped whole, once")
+        require(len(pages) == self.n_pages and not self._mapped, "a window is mapped whole, and not twice")
         size = self._memory.page_bytes
         slot = 0
         for first, count in runs(pages):
             self._memory._map(self.base + slot * size, first, count)
             slot += count
+        # A mapping of its own has to learn where its pages are: at once 0.16 ms for 2 MiB, at first use 0.8 ms.
+        self._memory._libc.madvise(self.base, self.n_pages * size, _MADV_POPULATE_READ)
         self._mapped = True
-        return _as_array(self.base, self.n_pages * size)
+        return self.array
 
     def unmap(self) -> None:
-        """Take the pages out of the range again; the addresses stay reserved."""
-        require(self._mapped, "the window is not mapped")
+        """Take whatever is mapped out of the range again; the addresses stay reserved."""
         self._memory._unmap(self.base, self.n_pages)
         self._mapped = False
 

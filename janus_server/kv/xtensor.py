@@ -1,13 +1,10 @@
 """xTensor on one node: the page pool and the bytes behind it, as weight windows and as the KV slab.
 
 A model's weights live in a window (a stable contiguous range mapped from the lowest free pages); KV pages are addressed
-through the slab by page id, with no mapping call. Loading is a transaction: reserve, map, fill, commit or roll back.
-Everything here runs on the thread that owns the pool.
+through the slab by page id, with no mapping call. `lifecycle` moves weights in and out as transactions.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import msgspec
 import numpy as np
@@ -15,7 +12,7 @@ import numpy as np
 from janus_server.errors import BadConfig, require
 from janus_server.kv.blocks import pages_for
 from janus_server.kv.pages import PagePool, Reservation
-from janus_server.kv.vmm_cpu import CpuMemory, Window
+from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.types import Owner, PageKind
 
 
@@ -40,70 +37,75 @@ def kv_layout(page_bytes: int, layers: int, kv_heads: int, head_dim: int, elemen
     return KvLayout(page_tokens, page_tokens * token_layer_bytes, token_bytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WeightMemory:
-    """Where one model's weights lie; `array` is flat uint8 over the bytes asked for."""
-
-    owner: Owner
-    pages: tuple[int, ...]
-    window: Window
-    array: np.ndarray
-
-
 class XTensor:
-    """One node's device memory."""
+    """One node's device memory. The pool belongs to one thread; windows are mapped on the thread that copies."""
 
     def __init__(self, memory_bytes: int, page_bytes: int) -> None:
         self.pool = PagePool(max(1, memory_bytes // page_bytes))
         self.page_bytes = page_bytes
         self.memory = CpuMemory(self.pool.n_pages, page_bytes)
-        self._weights: dict[str, WeightMemory] = {}
 
     @property
     def slab(self) -> np.ndarray:
         """All pages in id order as flat uint8."""
         return self.memory.slab
 
-    def open_weights(self, model: str, size_bytes: int) -> WeightTransaction | None:
-        """Pages and a mapped window for a model's weights, to be filled and committed; None when too few are free."""
-        require(model not in self._weights, f"{model} has weights already")
-        owner = Owner(model, PageKind.WEIGHTS)
-        reservation = self.pool.reserve_low(pages_for(size_bytes, self.page_bytes), owner)
-        if reservation is None:
-            return None
-        window = self.memory.window(len(reservation.pages))
-        return WeightTransaction(self, reservation, window, window.map(reservation.pages)[:size_bytes])
-
-    def weights(self, model: str) -> WeightMemory:
-        return self._weights[model]
-
-    def close_weights(self, model: str) -> None:
-        """Unmap a model's window and return its pages. Nothing may use the weights any more."""
-        held = self._weights.pop(model)
-        held.window.close()
-        self.pool.release(held.owner, held.pages)
+    def weights(self, model: str, size_bytes: int) -> WeightMemory:
+        """A place for a model's weights: an address range that stays the same for good, nothing behind it yet."""
+        return WeightMemory(self, Owner(model, PageKind.WEIGHTS), size_bytes)
 
     def close(self) -> None:
-        for model in list(self._weights):
-            self.close_weights(model)
+        """Give the memory back. No array over it may be used afterwards."""
         self.memory.close()
 
 
-class WeightTransaction:
-    """Weight pages being filled. Ends by exactly one of `commit` and `rollback`."""
+class WeightMemory:
+    """One model's weights on the device: reserve → map → (fill) → commit, and back by unmap → release.
 
-    def __init__(self, xtensor: XTensor, reservation: Reservation, window: Window, array: np.ndarray) -> None:
-        self.array = array
-        self._xtensor = xtensor
-        self._reservation = reservation
-        self._window = window
+    reserve, commit and release belong to the pool's thread; map and unmap to whoever copies. Between unmap and
+    map the addresses are kept, so that what was bound to them (views, captured programs) is right again after a wake.
+    """
 
-    def commit(self) -> WeightMemory:
-        owner = self._reservation.owner
-        held = WeightMemory(owner, self._reservation.commit(), self._window, self.array)
-        self._xtensor._weights[owner.model] = held
-        return held
+    def __init__(self, xtensor: XTensor, owner: Owner, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.n_pages = pages_for(size_bytes, xtensor.page_bytes)
+        self.owner = owner
+        self.pages: tuple[int, ...] = ()
+        self._pool = xtensor.pool
+        self._window = xtensor.memory.window(self.n_pages)
+        self._reservation: Reservation | None = None
 
-    def rollback(self) -> None:
-        self._window.close()
-        self._reservation.cancel()
+    @property
+    def array(self) -> np.ndarray:
+        """Flat uint8 [size_bytes] at the window's address; to touch it while nothing is mapped is a fault."""
+        return self._window.array[: self.size_bytes]
+
+    def reserve(self) -> bool:
+        """Take the lowest free pages; False when too few are free."""
+        require(self._reservation is None and not self.pages, f"{self.owner.model} has weight pages already")
+        self._reservation = self._pool.reserve_low(self.n_pages, self.owner)
+        return self._reservation is not None
+
+    def map(self) -> None:
+        """Put the reserved pages behind the addresses."""
+        require(self._reservation is not None, "pages are reserved before they are mapped")
+        if self._reservation is not None:
+            self._window.map(self._reservation.pages)
+
+    def commit(self) -> None:
+        """The bytes are there: the pages are the model's."""
+        require(self._reservation is not None, "there is nothing to commit")
+        if self._reservation is not None:
+            self.pages, self._reservation = self._reservation.commit(), None
+
+    def unmap(self) -> None:
+        """Take the pages from behind the addresses; nothing may use the weights any more."""
+        self._window.unmap()
+
+    def release(self) -> None:
+        """Return the pages to the pool, committed or only reserved. They must not be mapped any more."""
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
+        self._pool.release(self.owner, self.pages)
+        self.pages = ()

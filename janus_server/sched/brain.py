@@ -87,6 +87,11 @@ class Brain:
         """When a `Tick` is due at the latest, or None when only events can change anything."""
         return self._next_wake
 
+    def settled(self, model: str) -> bool:
+        """True when the model is where it should be: no order open, no wish, nobody waiting."""
+        belief = self._models[model]
+        return belief.order is None and belief.goal is None and belief.wanted_s is None
+
     def stages(self) -> dict[str, Stage]:
         """Where every model stands, as far as is known."""
         return {name: belief.stage for name, belief in self._models.items()}
@@ -97,6 +102,11 @@ class Brain:
         self._node, self._pool_pages, self._host_bytes = event.node, event.pool_pages, event.host_bytes
         self._models = {known.model: Belief(known, now) for known in event.models}
         self._open = {}
+        chosen: list[Belief] = []
+        for belief in self._models.values():
+            if belief.known.preload and pages_needed([*chosen, belief]) <= self._pool_pages:
+                belief.wanted_s = now
+                chosen.append(belief)
 
     def _want(self, belief: Belief, wanted: bool, now: float) -> None:
         if not wanted:
@@ -185,7 +195,10 @@ class Brain:
         known = belief.known
         if belief.goal is belief.stage:
             belief.goal = None
-        if belief.order is not None or belief.retry_s > now:
+        if belief.order is not None:
+            return
+        if belief.retry_s > now:
+            self._wake_by(belief.retry_s)
             return
         if belief.goal in (Stage.WARM, Stage.COLD) and belief.stage is Stage.ACTIVE:
             why = f"{known.model}: asked to {'sleep' if belief.goal is Stage.WARM else 'be evicted'}"

@@ -52,6 +52,19 @@ class Scarcity:
             batcher.prefix.evict(max(0, n - self._pool.free_pages))
         return True
 
+    def clear(self, n: int) -> bool:
+        """True when n pages are free for weights, sequences preempted for them youngest first.
+
+        The oldest sequence of the node keeps its pages. False only when those and the weights of others leave less.
+        """
+        while not self.evict(n):
+            running = sorted(((s, b) for b in self._batchers for s in b.running), key=lambda one: by_age(one[0]))
+            if len(running) < 2:
+                return False
+            victim, batcher = running[-1]
+            batcher.preempt(victim)
+        return True
+
     def yields(self, seq: Sequence) -> bool:
         """True when an older sequence of another model waits for room: what comes free is for that one.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import TextIO
 
 from janus_server.units import format_bytes
@@ -14,19 +13,11 @@ _QUIET_S = 0.4
 _WIDTH = 30
 
 
-class LoadStopped(Exception):
-    """The user stopped the launch while models were loading."""
-
-
 class LoadProgress:
-    """One line on a terminal, rewritten in place at most ten times a second. `update` may be called from any thread.
+    """One line on a terminal, rewritten in place at most ten times a second. `update` may be called from any thread."""
 
-    It is also where a load learns that nobody wants it any more: `update` raises LoadStopped once `stopped()` holds.
-    """
-
-    def __init__(self, out: TextIO, stopped: Callable[[], bool]) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._stopped = stopped
         self._shown = out.isatty()
         self._started_s: dict[str, float] = {}
         self._last_s = 0.0
@@ -34,8 +25,6 @@ class LoadProgress:
         self._lock = threading.Lock()
 
     def update(self, model: str, done_bytes: int, total_bytes: int) -> None:
-        if self._stopped():
-            raise LoadStopped
         now = time.monotonic()
         with self._lock:
             started = self._started_s.setdefault(model, now)

@@ -17,6 +17,7 @@ from fake_call import Merged
 from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.errors import Refused
+from janus_server.orders import Stage
 
 BOS, EOS, VOCAB = 256, 257, 300
 
@@ -141,6 +142,7 @@ class FakeNode:
     def __init__(self, *models: FakeModel) -> None:
         self.models = {model.card.id: model for model in models}
         self.reason: str | None = None
+        self.trouble: set[str] = set()
         self.pool_pages = 100
         self.free_pages = 60
 
@@ -149,6 +151,23 @@ class FakeNode:
 
     def refusing(self) -> str | None:
         return self.reason
+
+    @property
+    def cards(self) -> dict[str, types.ModelCard]:
+        return {name: model.card for name, model in self.models.items()}
+
+    @property
+    def prepared(self) -> dict[str, FakeModel]:
+        return self.models
+
+    def stages(self) -> dict[str, Stage]:
+        return dict.fromkeys(self.models, Stage.ACTIVE)
+
+    def troubled(self) -> set[str]:
+        return self.trouble
+
+    async def model(self, name: str) -> FakeModel | None:
+        return self.models.get(name)
 
     def stats(self) -> dict[str, types.BatcherStats]:
         return {name: types.BatcherStats(len(m.live), 2, 1, 20, 10, 500, 300) for name, m in self.models.items()}

@@ -44,10 +44,11 @@ class LocalEngine:
         self.spec = spec = checkpoint.spec
         self.xtensor = XTensor(memory_bytes, page_bytes)
         plan = plan_layout(checkpoint, kernels)
-        transaction = self.xtensor.open_weights("m", plan.total_bytes)
-        assert transaction is not None
-        self.weights = load_weights(checkpoint, plan, kernels, transaction.array, lambda done, total: None)
-        transaction.commit()
+        self.memory = self.xtensor.weights("m", plan.total_bytes)
+        assert self.memory.reserve()
+        self.memory.map()
+        self.weights = load_weights(checkpoint, plan, kernels, self.memory.array, lambda done, total: None)
+        self.memory.commit()
         kv = kv_layout(page_bytes, spec.n_layers, spec.kv_heads, spec.head_dim, spec.dtype.bytes)
         cache = tuple(
             kernels.cache_layer(

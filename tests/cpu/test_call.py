@@ -12,7 +12,7 @@ from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, StepReport, Submit
-from janus_server.instance import Call, ServedModel, Streams
+from janus_server.instance import Call, Flow, ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request, Sampling, TokenLogprob
 
 EOS = 2
@@ -45,7 +45,9 @@ class Served:
         self.device, self.streams = Device(), Streams()
         card = types.ModelCard("m", 0, 100, 0, 0, "float32", "llama")
         target = Target("m", 100, 20, (EOS,), Sampling())
-        self.model = ServedModel(card, target, Letters(), self.device, self.streams)  # type: ignore[arg-type]
+        flow = Flow("m", self.device, lambda: None)  # type: ignore[arg-type]
+        flow.serve()
+        self.model = ServedModel(card, target, Letters(), flow, self.streams)  # type: ignore[arg-type]
 
     def tell(self, *emits: Emit) -> None:
         self.streams.deliver(StepReport("m", list(emits), {}, 0))

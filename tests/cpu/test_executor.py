@@ -16,7 +16,7 @@ from server_process import tiny_model
 
 from janus_server.config import ServeConfig
 from janus_server.errors import Bug
-from janus_server.executor import Attach, Cancel, DeviceThread, EndAll, Engine, StepReport, Stop, Submit
+from janus_server.executor import Cancel, DeviceThread, EndAll, Engine, StepReport, Stop, Submit
 from janus_server.node import Node as ServerNode
 from janus_server.types import FinishReason, PageKind
 
@@ -30,7 +30,8 @@ class Node:
         self.released: list[str] = []
         pool = self.local.xtensor.pool
         self.thread = DeviceThread(pool, self.local.scarcity, self.reports.put, lambda page: None, self.released.append)
-        self.thread.post(Attach(Engine("m", self.local.batcher, self.local.runner)))
+        engine = Engine("m", self.local.batcher, self.local.runner)
+        self.thread.ask(lambda: self.thread.attach(engine))
         self.thread.start()
 
     def ends(self, count: int) -> dict[tuple[str, int], FinishReason]:

@@ -28,6 +28,7 @@ VLLM: dict[str, tuple[str, set[str]]] = {
     "vllm:kv_cache_usage_perc": ("gauge", set()),
     "vllm:gpu_cache_usage_perc": ("gauge", set()),
     "vllm:engine_healthy": ("gauge", set()),
+    "vllm:engine_sleep_state": ("gauge", {"sleep_state"}),
     "vllm:cache_config_info": (
         "gauge",
         {"block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_dtype", "enable_prefix_caching"},
@@ -153,7 +154,7 @@ async def test_a_request_is_counted_by_source_and_length(server: Server) -> None
         f"janus_queue_oldest_seconds{label}": 1.5,
     }
     assert {name: got.get(name) for name in expected} == expected
-    server.model.failed = True
+    server.node.trouble.add("fake")
     assert (await server.metrics())[f"vllm:engine_healthy{label}"] == 0
 
 

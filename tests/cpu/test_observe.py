@@ -128,7 +128,7 @@ def test_decisions_have_a_line_each(told: tuple[str, list[dict[str, Any]]]) -> N
     log, _ = told
     made = {line["kind"]: line for line in json_lines(log) if line["logger"] == "janus.decision"}
     assert made["load"]["model"] == "a"
-    assert made["load"]["weight_bytes"] > 0
+    assert made["done"]["seconds"] > 0
     assert made["drain"]["open_requests"] == 0
 
 

@@ -13,7 +13,7 @@ from checkpoints import hf_folder
 from kernel_cases import open_table
 from local_engine import LocalEngine, request
 
-from janus_server.executor import Attach, DeviceThread, Engine, StepReport, Stop, Submit
+from janus_server.executor import DeviceThread, Engine, StepReport, Stop, Submit
 from janus_server.types import FinishReason, Pooling, Request, Sampling
 
 BAD = 9
@@ -124,7 +124,8 @@ def test_the_instance_lives_and_the_log_says_why(
     engine.reset(prefix_caching=True)
     reports: queue.Queue[StepReport] = queue.Queue()
     thread = DeviceThread(engine.xtensor.pool, engine.scarcity, reports.put, lambda page: None, lambda model: None)
-    thread.post(Attach(Engine("m", engine.batcher, engine.runner)))
+    attached = Engine("m", engine.batcher, engine.runner)
+    thread.ask(lambda: thread.attach(attached))
     everything = (*SPOILT, *GOOD)
     with caplog.at_level(logging.WARNING, "janus.executor"):
         for one in everything:

@@ -1,4 +1,4 @@
-"""The Brain against an imaginary node: transcripts that a reader can follow, and random lives that must all end well."""
+"""The Brain against an imaginary node: transcripts that a reader can follow, and random lives that all end well."""
 
 from __future__ import annotations
 
@@ -8,14 +8,29 @@ import random
 import pytest
 
 from janus_server import orders
-from janus_server.orders import Asked, Busy, Done, Failed, Joined, KnownModel, Order, Refuse, Report, Stage, Tick
-from janus_server.orders import Unwanted, Verb, Wanted, Wish
+from janus_server.orders import (
+    Asked,
+    Busy,
+    Done,
+    Failed,
+    Joined,
+    KnownModel,
+    Order,
+    Refuse,
+    Report,
+    Stage,
+    Tick,
+    Unwanted,
+    Verb,
+    Wanted,
+    Wish,
+)
 from janus_server.sched.brain import Brain, BrainSettings
 
 
 def known(name: str, weight_pages: int = 40, longest_pages: int = 10, **more: object) -> KnownModel:
     return KnownModel(model=name, weight_pages=weight_pages, host_bytes=weight_pages, longest_pages=longest_pages,
-                      **more)  # type: ignore[arg-type]  # fmt: skip
+                      **{"preload": False, **more})  # type: ignore[arg-type]  # fmt: skip
 
 
 def brain(*models: KnownModel, pool: int = 100, host: int = 1000, **settings: float) -> Brain:
@@ -158,6 +173,12 @@ def test_pinned_models_stay_and_who_cannot_fit_beside_them_is_refused() -> None:
     (refusal,) = b.on(Wanted("b"), 100.0)
     assert isinstance(refusal, Refuse)
     assert refusal.retry_after_s is None
+
+
+def test_at_start_those_are_loaded_that_fit_in_their_order() -> None:
+    models = (known("a", preload=True), known("b", 60, preload=True), known("c", preload=True))
+    b = Brain(BrainSettings())
+    assert said(b.on(Joined("n0", 100, 0, models), 0.0)) == ["load a", "load c"]
 
 
 class World:

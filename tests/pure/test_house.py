@@ -22,7 +22,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FILE_LINES, FUNCTION_LINES = 400, 60
 # A test file is a list that nobody reads from top to bottom.
 TEST_FILE_LINES = 600
-BROAD_EXCEPTS = 3
+BROAD_EXCEPTS = 5
 EXEMPT = re.compile(r"# house: exempt — \S+|# noqa: RUF012 +\S+")
 # A comment of more than the mark that silences the linter.
 REASON = re.compile(r"#\s*(?:noqa: BLE001)?[\s(,-]*(?!noqa)\w+\W+\w+")

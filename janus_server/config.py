@@ -124,6 +124,18 @@ def default_cache_dir() -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "janus" / "kernels"
 
 
+def run_folders() -> tuple[Path, ...]:
+    """Where a running server leaves what only its user may read, best first: $XDG_RUNTIME_DIR/janus, ~/.cache/janus/run."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    first = (Path(base) / "janus",) if base.startswith("/") else ()
+    return (*first, default_cache_dir().with_name("run"))
+
+
+def admin_key() -> str | None:
+    """The admin key that commands send to a server, from JANUS_ADMIN_KEY."""
+    return os.environ.get(keys.ADMIN_VARIABLE) or None
+
+
 def _checked(config: ServeConfig) -> ServeConfig:
     """What no single setting can judge: the budget in whole pages, and room for at least a few of them."""
     pages = config.memory_bytes // config.page_bytes

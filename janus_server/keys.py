@@ -58,23 +58,33 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class KeyRing:
-    """The keys in force. Without any, nobody has to send one."""
+    """The keys in force. Without any, nobody has to send one.
 
-    def __init__(self, keys: Iterable[Key] = ()) -> None:
+    local is the admin key that a server makes for its own user (`localkey`). It counts as no key of the configuration:
+    nobody has to send one because of it, and it opens nothing while an admin key is configured.
+    """
+
+    def __init__(self, keys: Iterable[Key] = (), local: Key | None = None) -> None:
         self._keys = tuple(keys)
+        configured = any(key.admin for key in self._keys)
+        self._valid = self._keys if local is None or configured else (*self._keys, local)
+        self.local = local
+
+    def with_local(self, local: Key) -> KeyRing:
+        return KeyRing(self._keys, local)
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @property
     def has_admin(self) -> bool:
-        return any(key.admin for key in self._keys)
+        return any(key.admin for key in self._valid)
 
     def find(self, presented: str) -> Key | None:
         """The key that was sent, or None. Every key is compared, each in a time that does not tell how much agrees."""
         digest = _digest(presented)
         found = None
-        for key in self._keys:
+        for key in self._valid:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
@@ -89,7 +99,12 @@ def from_environment(variable: str, text: str) -> Key:
     return Key(variable, _digest(text), admin=variable == ADMIN_VARIABLE)
 
 
-def load(environment: Iterable[Key], file: Path | None) -> KeyRing:
+def local_admin(text: str) -> Key:
+    """The admin key of whoever runs the server; its name is none that a file could give."""
+    return Key("(local admin)", _digest(text), admin=True)
+
+
+def load(environment: Iterable[Key], file: Path | None, local: Key | None = None) -> KeyRing:
     """The keys of the environment and of the file, or BadConfig. Two names for one key are refused."""
     keys = [*environment, *(read_file(file) if file is not None else ())]
     seen: dict[bytes, str] = {}
@@ -97,7 +112,7 @@ def load(environment: Iterable[Key], file: Path | None) -> KeyRing:
         if key.digest in seen:
             raise BadConfig(f"the keys {seen[key.digest]} and {key.name} are the same key")
         seen[key.digest] = key.name
-    return KeyRing(keys)
+    return KeyRing(keys, local)
 
 
 def read_file(path: Path) -> tuple[Key, ...]:

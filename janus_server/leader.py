@@ -29,6 +29,7 @@ from janus_server.orders import (
     Wish,
 )
 from janus_server.sched.brain import Brain
+from janus_server.sched.state import Standing
 
 log = logging.getLogger("janus.leader")
 
@@ -59,6 +60,10 @@ class Leader:
     def settled(self, model: str) -> bool:
         """True when nothing is under way for the model and nobody's wish for it is open."""
         return self._brain.settled(model)
+
+    def standing(self, model: str) -> Standing:
+        """How the Brain treats a model of the catalogue just now."""
+        return self._brain.standing(model)
 
     def lost(self, model: str) -> None:
         """The device thread tore the model's instance down."""

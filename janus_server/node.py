@@ -25,11 +25,13 @@ from janus_server.kv.xtensor import XTensor
 from janus_server.leader import Leader
 from janus_server.lifecycle import Lifecycle, Progress
 from janus_server.observe.log import decision
+from janus_server.operator import Operator
 from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
 from janus_server.sched.brain import Brain, BrainSettings
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
 from janus_server.types import BatcherStats, Load, ModelCard, Owner
+from janus_server.watch import Watch
 
 log = logging.getLogger("janus.node")
 
@@ -81,6 +83,7 @@ class Node:
         self._toucher: TouchAhead | None = None
         self._lifecycle: Lifecycle | None = None
         self._leader: Leader | None = None
+        self.operator: Operator | None = None
         self._renderers = Renderers()
         self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
         self._pages: Mapping[Owner, int] = MappingProxyType({})
@@ -161,16 +164,30 @@ class Node:
             xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below,
             lambda model: lifecycle.release_lost(model),
         )  # fmt: skip
+        copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
+
+        def both(model: str, done: int, total: int) -> None:
+            watch.progress(model, done, total)
+            progress(model, done, total)
+
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            HostCopies(self._config.host_memory_bytes), lambda: leader.changed(), progress,
+            copies, lambda: leader.changed(), both,
         )  # fmt: skip
         self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
-        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, start.see)
+
+        def seen(news: Event | Action) -> None:
+            watch.see(news)
+            start.see(news)
+
+        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, seen)
         device.start()
         leader.join(self.pool_pages, self._config.host_memory_bytes)
+        self.operator = Operator(
+            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes
+        )
         await start.over
         self._loaded = True
 

@@ -48,6 +48,19 @@ class Wish(enum.Enum):
     PIN = "pin"
     UNPIN = "unpin"
 
+    @property
+    def goal(self) -> Stage | None:
+        """The stage it aims at; None for those that change how a model is treated, not where it stands."""
+        match self:
+            case Wish.LOAD | Wish.WAKE:
+                return Stage.ACTIVE
+            case Wish.SLEEP:
+                return Stage.WARM
+            case Wish.EVICT:
+                return Stage.COLD
+            case Wish.PIN | Wish.UNPIN:
+                return None
+
 
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue, with what it takes on a node.

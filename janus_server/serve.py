@@ -7,6 +7,7 @@ a clear word instead of a refused connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -14,16 +15,18 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 
 from janus_server import keys as keyring
-from janus_server.config import LogFormat, ServeConfig
+from janus_server.config import LogFormat, ServeConfig, run_folders
 from janus_server.errors import BadConfig, BadModel
 from janus_server.keys import KeyRing
-from janus_server.network import bind, check_exposure, connections_to_have, tls_context
+from janus_server.localkey import offered
+from janus_server.network import bind, check_exposure, connections_to_have, is_local, tls_context
 from janus_server.node import Node
 from janus_server.observe import log as logs
 from janus_server.observe.trace import Tracer
@@ -56,7 +59,8 @@ def run(config: ServeConfig) -> int:
         with bind(config.host, config.port) as listening:
             if (warning := check_exposure(config, keys, listening.getsockname()[0])) is not None:
                 log.warning("%s", warning)
-            return uvloop.run(_serve(config, keys, listening, tls, tracer))
+            with _local_admin(keys, listening) as all_keys:
+                return uvloop.run(_serve(config, all_keys, listening, tls, tracer))
     except (BadConfig, BadModel) as error:
         print(f"janus: {error}", file=sys.stderr)
         return 2
@@ -64,6 +68,17 @@ def run(config: ServeConfig) -> int:
         if tracer is not None:
             tracer.close()
         lines.close()
+
+
+@contextlib.contextmanager
+def _local_admin(keys: KeyRing, listening: socket.socket) -> Iterator[KeyRing]:
+    """With an admin key for the user of this process alone, where none is configured and nobody else gets here."""
+    address, port = listening.getsockname()[:2]
+    if keys.has_admin or not is_local(address):
+        yield keys
+        return
+    with offered(run_folders(), address, port) as text:
+        yield keys if text is None else keys.with_local(keyring.local_admin(text))
 
 
 async def _serve(
@@ -83,7 +98,7 @@ async def _serve(
 
     server = await Listener.open(config, keys, node, listening, tls, tracer)
     if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
-        loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, server))
+        loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, keys, server))
     try:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -117,10 +132,10 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _reload_keys(config: ServeConfig, server: Listener) -> None:
+def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
     """SIGHUP: the key file as it is now. One that cannot be used changes nothing."""
     try:
-        keys = keyring.load(config.keys, config.api_key_file)
+        keys = keyring.load(config.keys, config.api_key_file, old.local)
     except BadConfig as error:
         log.error("the keys stay as they were: %s", error)
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ class _Tape:
     taken: int = 0
 
 
+class _Recording(threading.local):
+    """The capture that runs on this thread: one model is being made while others run their steps."""
+
+    tape: _Tape | None = None
+
+
 class CpuNative:
     """`Kernels` over the compiled library. Activations are f32, the cache f32 or bf16; weights have any form."""
 
@@ -124,7 +131,7 @@ class CpuNative:
         self._copy = loaded.janus_copy
         self._pool_free = loaded.janus_pool_free
         self._pool: int | None = loaded.janus_pool_new(threads)
-        self._tape: _Tape | None = None
+        self._recording = _Recording()
 
     def close(self) -> None:
         """End the pool's threads. No call may follow."""
@@ -219,12 +226,12 @@ class CpuNative:
     # Steps
 
     def capture(self, body: Callable[[], None]) -> Program:
-        require(self._tape is None, "one capture at a time")
-        tape = self._tape = _Tape([], [])
+        require(self._recording.tape is None, "one capture at a time on a thread")
+        tape = self._recording.tape = _Tape([], [])
         try:
             body()
         finally:
-            self._tape = None
+            self._recording.tape = None
         return Program((_OpRecord * len(tape.ops))(*tape.ops), tape.rows, tape.taken, tuple(tape.kept))
 
     def replay(self, program: Program, ids: np.ndarray, inputs: StepInputs, rows: np.ndarray) -> None:
@@ -278,16 +285,17 @@ class CpuNative:
     def _do(
         self, kind: _Kind, operands: tuple[Any, ...], step: _StepRecord, sizes: tuple[int, ...] = (), real: float = 0.0
     ) -> None:
-        """Record an operation while a capture runs, else execute it."""
+        """Record an operation while a capture runs on this thread, else execute it."""
         at = (o if o is None else o.address if isinstance(o, _Handle) else _address(o) for o in operands)
         op = _OpRecord(kind, (_I * 3)(*sizes), real, (_P * 7)(*at))
-        if self._tape is None:
+        tape = self._recording.tape
+        if tape is None:
             self._call(ctypes.pointer(op), 1, step)
             return
-        self._tape.ops.append(op)
-        self._tape.kept.append(operands)
-        self._tape.rows = max(self._tape.rows, step.rows)
-        self._tape.taken = max(self._tape.taken, step.taken)
+        tape.ops.append(op)
+        tape.kept.append(operands)
+        tape.rows = max(tape.rows, step.rows)
+        tape.taken = max(tape.taken, step.taken)
 
     def _call(self, ops: Any, count: int, step: _StepRecord) -> None:
         at = self._run(self._pool, ctypes.cast(ops, _P), count, ctypes.addressof(step))

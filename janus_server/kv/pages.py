@@ -111,6 +111,10 @@ class PagePool:
         """Pages by owner; owners that hold none are absent."""
         return dict(self._held)
 
+    def owners(self) -> tuple[Owner | None, ...]:
+        """Who holds each page, in the order of ids; None where it is free."""
+        return tuple(self._owners)
+
     def ease(self) -> None:
         """Somebody holds a page that can be given up from now on, though it has not come back."""
         self.eased += 1

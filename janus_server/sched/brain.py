@@ -30,7 +30,7 @@ from janus_server.orders import (
     Wanted,
     Wish,
 )
-from janus_server.sched.state import Belief, pages_needed
+from janus_server.sched.state import Belief, Standing, pages_needed
 
 
 class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +96,11 @@ class Brain:
         """Where every model stands, as far as is known."""
         return {name: belief.stage for name, belief in self._models.items()}
 
+    def standing(self, model: str) -> Standing:
+        """How a model of the catalogue is treated just now."""
+        belief = self._models[model]
+        return Standing(belief.pinned, belief.draining, belief.goal, belief.load_s, belief.wake_s)
+
     # Hearing
 
     def _join(self, event: Joined, now: float) -> None:
@@ -110,7 +115,8 @@ class Brain:
 
     def _want(self, belief: Belief, wanted: bool, now: float) -> None:
         if not wanted:
-            belief.wanted_s = None
+            if belief.goal is not Stage.ACTIVE:  # an operator's wish outlives the clients that had the same
+                belief.wanted_s = None
         elif belief.wanted_s is None and (belief.stage is not Stage.ACTIVE or belief.draining or belief.sinking):
             belief.wanted_s = now
 
@@ -154,16 +160,16 @@ class Brain:
 
     def _ask(self, belief: Belief, wish: Wish, now: float) -> Answer:
         name, stage = belief.known.model, belief.stage
-        if wish in (Wish.PIN, Wish.UNPIN):
+        goal = wish.goal
+        if goal is None:
             belief.pinned = wish is Wish.PIN
             said = "pinned" if belief.pinned else "no longer pinned"
             return Answer(name, True, f"{name} is {said} and {stage.value}")
-        goal = {Wish.LOAD: Stage.ACTIVE, Wish.WAKE: Stage.ACTIVE, Wish.SLEEP: Stage.WARM, Wish.EVICT: Stage.COLD}[wish]
-        if belief.order is not None:
+        if belief.order is not None and belief.heading is not goal:
             return Answer(name, False, f"{name} is {stage.value} and being changed ({belief.order.verb.value})")
-        if stage is goal and belief.goal is None:
+        if stage is goal and belief.order is None and belief.goal is None:
             return Answer(name, True, f"{name} is {stage.value} already")
-        if (wish, stage) in ((Wish.WAKE, Stage.COLD), (Wish.SLEEP, Stage.COLD)):
+        if belief.heading is Stage.COLD and wish in (Wish.WAKE, Wish.SLEEP):
             return Answer(name, False, f"{name} is cold: there is nothing to {wish.value}; load it")
         if goal is not Stage.ACTIVE and belief.pinned:
             return Answer(name, False, f"{name} is {stage.value} and pinned; unpin it first")
@@ -193,8 +199,8 @@ class Brain:
     def _lower(self, belief: Belief, now: float, actions: list[Action]) -> None:
         """Take an operator's wish, or the model's own idle time, one step further down."""
         known = belief.known
-        if belief.goal is belief.stage:
-            belief.goal = None
+        if belief.goal is belief.stage or (belief.goal is Stage.WARM and belief.stage is Stage.COLD):
+            belief.goal = None  # there, or further down than asked: the host had no room for a copy
         if belief.order is not None:
             return
         if belief.retry_s > now:

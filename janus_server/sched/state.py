@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from janus_server.orders import KnownModel, Order, Stage, Verb
 
 _RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _LOWERING = (Verb.SLEEP, Verb.UNLOAD)
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What the Brain thinks of one model, for whoever shows it. load_s and wake_s are predictions."""
+
+    pinned: bool
+    draining: bool
+    goal: Stage | None
+    load_s: float
+    wake_s: float
 
 
 class Belief:
@@ -53,6 +65,21 @@ class Belief:
     @property
     def sinking(self) -> bool:
         return self.order is not None and self.order.verb in _LOWERING
+
+    @property
+    def heading(self) -> Stage:
+        """Where it stands once what is under way is done."""
+        if self.rising:
+            return Stage.ACTIVE
+        if self.order is None:
+            return self.stage
+        match self.order.verb:
+            case Verb.SLEEP:
+                return Stage.WARM
+            case Verb.UNLOAD:
+                return Stage.COLD
+            case _:  # EVICT: an Active model stays so
+                return Stage.COLD if self.stage is Stage.WARM else self.stage
 
     @property
     def holds_copy(self) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 REPO = Path(__file__).parents[2]
@@ -77,6 +78,16 @@ class LiveServer:
         headers = {"Content-Type": "application/json"}
         return _fetch(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers))
 
+    def wait_for_port(self) -> str:
+        """The address on which it listens, as soon as it does: long before a line in the log tells of it."""
+        end_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < end_s and self.process.poll() is None:
+            for connection in psutil.Process(self.process.pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    return f"http://127.0.0.1:{connection.laddr.port}"
+            time.sleep(0.01)
+        raise AssertionError(f"the server does not listen, exit code {self.process.poll()}:\n{self.log}")
+
     def wait_for(self, pattern: str) -> re.Match[str]:
         """The first place in the log that matches, once it is there."""
         end_s = time.monotonic() + START_LIMIT_S
@@ -99,8 +110,13 @@ def launched(folder: Path, *arguments: str) -> Iterator[LiveServer]:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sink, cwd=REPO,
             env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+    server = LiveServer(process, log)
     try:
-        yield LiveServer(process, log)
+        yield server
+    except BaseException:
+        # pytest shows it with the failure.
+        print(f"the server's log, exit code {process.poll()}:\n{server.log[-4000:]}", file=sys.stderr)
+        raise
     finally:
         _end(process)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from server_process import tiny_model
 
@@ -237,3 +238,28 @@ async def test_closing_while_a_model_loads_ends_the_load_first(
         await started.wait()
         task.cancel()
     assert ended
+
+
+async def test_a_model_is_made_while_another_is_scored(models: dict[str, Path]) -> None:
+    """What one thread records must not swallow what another computes."""
+    async with opened(settings(models, ROOM_FOR_ALL)) as node:
+        served = await node.model("a")
+        assert served is not None
+        scored = msgspec.structs.replace(request("a", 1, prompt=tuple(range(5, 105))), prompt_logprobs=2)
+
+        async def scores(number: int) -> list[float]:
+            found: list[float] = []
+            async with served.submit([msgspec.structs.replace(scored, id=f"scored-{number}")]) as call:
+                while (news := await call.take(30.0)) is not None:
+                    found += [one.logprob for item in news for one in item.delta.prompt_logprobs]
+            return found
+
+        expected = await scores(0)
+        for round_ in range(1, 6):
+            for name in ("b", "c"):  # made anew at their next load
+                node.ask(name, Wish.EVICT)
+                await until(lambda name=name: node.settled(name))  # type: ignore[misc]
+                node._lifecycle.residents[name].engine = None  # type: ignore[union-attr]
+            made = [asyncio.create_task(generate(node, name, 2, round_)) for name in ("b", "c")]
+            assert await asyncio.gather(*(scores(10 * round_ + i) for i in range(4))) == [expected] * 4
+            await asyncio.gather(*made)

@@ -15,7 +15,7 @@ from typing import Any
 from harness import fuzz
 
 from janus_server.executor import Cancel, StepReport
-from janus_server.instance import ServedModel, Streams
+from janus_server.instance import Flow, ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request
 
 # Alphabets as small as can be: stop strings must overlap themselves and each other all the time.
@@ -139,7 +139,9 @@ async def run(case: Case) -> tuple[list[Delta], list[Any]]:
     tokenizer: Any = Vocabulary(case.vocabulary, case.special, case.strips)
     card: Any = type("Card", (), {"id": "m"})
     nothing: Any = None
-    model = ServedModel(card, nothing, tokenizer, device, streams)  # type: ignore[arg-type]
+    flow = Flow("m", device, lambda: None)  # type: ignore[arg-type]
+    flow.serve()
+    model = ServedModel(card, nothing, tokenizer, flow, streams)
     request = Request(
         id="r", model="m", prompt=case.prompt, max_tokens=100, stop=case.stops, include_stop=case.include,
         min_tokens=case.min_tokens, skip_special_tokens=case.skip_special, shown_ids=case.shown,

@@ -1,0 +1,138 @@
+"""What the person who runs a node sees of its models and its memory, and how wishes are put to the leader.
+
+`node` makes one when its catalogue is open; `http/admin` calls it. It changes nothing itself: a wish is the Brain's to
+answer, and memory is looked at on the device thread between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable, Mapping
+
+from janus_server.api.admin import KvUse, ManagedModel, MemoryMap, Survey, Taking, memory_map
+from janus_server.executor import DeviceThread
+from janus_server.kv.host import HostCopies
+from janus_server.kv.pages import PagePool
+from janus_server.leader import Leader
+from janus_server.lifecycle import Lifecycle
+from janus_server.orders import Answer, Stage, Wish
+from janus_server.types import Owner, PageKind
+from janus_server.watch import Watch
+
+
+class End(enum.Enum):
+    """How waiting for a stage ended: the model got there, gave up elsewhere, or was still on its way."""
+
+    REACHED = "reached"
+    MISSED = "missed"
+    LATE = "late"
+
+
+class Operator:
+    """One node's models, as an operator sees them. Lives on the loop."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        lifecycle: Lifecycle,
+        device: DeviceThread,
+        pool: PagePool,
+        copies: HostCopies,
+        watch: Watch,
+        held: Callable[[], Mapping[Owner, int]],
+        page_bytes: int,
+    ) -> None:
+        self.watch = watch
+        self._leader = leader
+        self._lifecycle = lifecycle
+        self._device = device
+        self._pool = pool
+        self._copies = copies
+        self._held = held
+        self._page_bytes = page_bytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._lifecycle.residents)
+
+    def models(self) -> list[ManagedModel]:
+        """Every model of the catalogue."""
+        return [self.model(name) for name in self.names]
+
+    def model(self, name: str) -> ManagedModel:
+        """One model of the catalogue as it stands now."""
+        resident, standing = self._lifecycle.residents[name], self._leader.standing(name)
+        flow, held = resident.flow, self._held()
+        idle = resident.stage is Stage.ACTIVE and not flow.running
+        return ManagedModel(
+            model=name,
+            stage=resident.stage.value,
+            goal=None if standing.goal is None else standing.goal.value,
+            under_way=self.watch.under_way(name),
+            pinned=standing.pinned,
+            draining=standing.draining,
+            running=flow.running,
+            held=flow.held,
+            idle_s=round(time.monotonic() - flow.idle_since_s, 3) if idle else None,
+            weight_pages=resident.opened.weight_pages,
+            weight_bytes=resident.opened.placed.total_bytes,
+            held_pages=held.get(Owner(name, PageKind.WEIGHTS), 0),
+            kv_pages=held.get(Owner(name, PageKind.KV), 0),
+            host_copy_bytes=self._copies.held().get(name, 0),
+            load_s=round(standing.load_s, 3),
+            wake_s=round(standing.wake_s, 3),
+            trouble=self.watch.trouble(name),
+        )
+
+    def ask(self, name: str, wish: Wish) -> Answer:
+        """The Brain's immediate answer to a wish for a model of the catalogue."""
+        return self._leader.ask(name, wish)
+
+    def fulfilled(self, name: str, wish: Wish) -> bool:
+        """Whether nothing is left to do for an accepted wish."""
+        if wish.goal is None:
+            return True
+        return self._lifecycle.residents[name].stage is wish.goal and self._leader.standing(name).goal is None
+
+    async def until(self, name: str, wish: Wish, timeout_s: float) -> End:
+        """Wait until an accepted wish is fulfilled, or given up."""
+        until_s = time.monotonic() + timeout_s
+        with self.watch.subscribe() as news:
+            while not self.fulfilled(name, wish):
+                left_s = until_s - time.monotonic()
+                if self._leader.settled(name):
+                    return End.MISSED
+                if left_s <= 0 or await news.take(left_s) is None:
+                    return End.LATE
+        return End.REACHED
+
+    async def survey(self) -> Survey:
+        """The pool as it is between two steps."""
+        return await asyncio.wrap_future(self._device.ask(self._look))
+
+    def memory(self, survey: Survey) -> MemoryMap:
+        """The map of what was surveyed. Any thread: a large pool takes some milliseconds."""
+        takings = [
+            Taking(
+                name, one.opened.placed.total_bytes, one.opened.weight_pages, one.opened.kv.page_tokens,
+                one.opened.kv.token_bytes,
+            )
+            for name, one in self._lifecycle.residents.items()
+        ]  # fmt: skip
+        return memory_map(survey, takings, self._page_bytes, self._copies.held(), self._copies.budget_bytes)
+
+    def _look(self) -> Survey:
+        """On the device thread, where batchers and the pool stand still."""
+        held = self._pool.held()
+        kv = {}
+        for name, resident in self._lifecycle.residents.items():
+            engine = resident.engine
+            if engine is None or engine.kv_owner not in held:
+                continue
+            batcher = engine.batcher
+            size = batcher.kv.page_tokens
+            empty = sum(len(seq.pages) * size - seq.computed for seq in (*batcher.running, *batcher.waiting))
+            kv[name] = KvUse(empty, batcher.prefix.evictable(len(batcher.prefix)))
+        return Survey(self._pool.owners(), kv)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import ParamSpec
 
 from janus_server.catalogue import OpenedModel, open_models
 from janus_server.config import ServeConfig
@@ -25,7 +26,7 @@ from janus_server.kv.xtensor import XTensor
 from janus_server.leader import Leader
 from janus_server.lifecycle import Lifecycle, Progress
 from janus_server.observe.log import decision
-from janus_server.operator import Operator
+from janus_server.operate import Operator
 from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
 from janus_server.sched.brain import Brain, BrainSettings
 from janus_server.sched.scarcity import Scarcity
@@ -36,6 +37,7 @@ from janus_server.watch import Watch
 log = logging.getLogger("janus.node")
 
 NODE = "n0"
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,24 +167,14 @@ class Node:
             lambda model: lifecycle.release_lost(model),
         )  # fmt: skip
         copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
-
-        def both(model: str, done: int, total: int) -> None:
-            watch.progress(model, done, total)
-            progress(model, done, total)
-
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            copies, lambda: leader.changed(), both,
+            copies, lambda: leader.changed(), _each(watch.progress, progress),
         )  # fmt: skip
         self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
-
-        def seen(news: Event | Action) -> None:
-            watch.see(news)
-            start.see(news)
-
-        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, seen)
+        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, _each(watch.see, start.see))
         device.start()
         leader.join(self.pool_pages, self._config.host_memory_bytes)
         self.operator = Operator(
@@ -243,6 +235,16 @@ def _open(config: ServeConfig) -> _Opened:
     for reason in reasons:
         log.debug("%s", reason)
     return _Opened(kernels, open_models(config, kernels), XTensor(config.memory_bytes, config.page_bytes))
+
+
+def _each(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:
+    """Both, one after the other."""
+
+    def call(*arguments: P.args, **named: P.kwargs) -> None:
+        first(*arguments, **named)
+        second(*arguments, **named)
+
+    return call
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, deliver: Callable[[StepReport], None], report: StepReport) -> None:

@@ -1,6 +1,6 @@
 """What the admin routes answer, as records, and how memory and events are put into them. Pure.
 
-`operator` fills the records from the node, `http/admin` writes them, `terminal` reads them; /openapi.json describes
+`operate` fills the records from the node, `http/admin` writes them, `terminal` reads them; /openapi.json describes
 them. Sizes are in bytes and pages, times in seconds. A field that may be missing has the default UNSET.
 """
 

@@ -37,6 +37,7 @@ STATUSES: Mapping[str, str] = types.MappingProxyType({
 PATH_WORDS: Mapping[str, str] = types.MappingProxyType({
     "model": "The name of a served model; slashes in it need no escape",
     "id": "The id of an object",
+    "wish": "load, wake, sleep, evict, pin or unpin",
 })  # fmt: skip
 
 _WORDS: Mapping[str, str] = types.MappingProxyType({

@@ -42,7 +42,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     tag groups routes. example is a body to begin with; one_of names fields of which exactly one is given. answer is the
     record of a success (None: `kind` says what else it is, such as a page), event that of one server-sent event where a
     body with stream true is answered with a stream, error that of a failure. query holds the names of query parameters
-    with words for each. statuses are added to the ones that every route may answer with.
+    with words for each. also are statuses of success beside `status`, with the same answer; statuses are failures
+    beside those that every route may answer with.
     """
 
     tag: str
@@ -54,6 +55,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     answer: type[msgspec.Struct] | None = None
     kind: str = _JSON
     status: int = 200
+    also: tuple[int, ...] = ()
     event: type[msgspec.Struct] | None = None
     query: tuple[tuple[str, str], ...] = ()
     error: type[msgspec.Struct] = answers.Error
@@ -142,7 +144,8 @@ def _responses(about: About) -> dict[str, Any]:
         # 3.1 has no word for the items of a stream: readers differ on what its schema is of, so it says nothing.
         events = {"schema": {"description": STATUSES["stream"]}, "x-itemSchema": _ref(about.event)}
         content[_EVENTS] = events
-    found = {str(about.status): {"description": "Success", "headers": _headers("X-Request-Id"), "content": content}}
+    success = {"description": "Success", "headers": _headers("X-Request-Id"), "content": content}
+    found: dict[str, Any] = {str(status): success for status in (about.status, *about.also)}
     found |= {str(code): {"$ref": f"#/components/responses/{_failure_name(about, code)}"} for code in _codes(about)}
     return found
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from janus_server.admission import Admission
+from janus_server.api import admin as records
 from janus_server.api import answers, bodies, embeddings, messages, responses, tokenize
 from janus_server.api.bodies import Limits
 from janus_server.api.openapi import About, Access
+from janus_server.http.admin import WISHES, Admin
 from janus_server.http.admit import Door
 from janus_server.http.docs import Docs
 from janus_server.http.edge import Guard, stamp
@@ -42,7 +44,10 @@ def build_app(node: Node, *, metrics: Metrics, limits: Limits, admission: Admiss
     _add_embed(routes, Embed(service, generate))
     _add_translate(routes, Translate(service, generate))
     _add_tokenize(routes, Tokenize(service))
+    admin = Admin(service)
+    _add_admin(routes, admin)
     _add_docs(routes, Docs(service, routes.operations))
+    app.on_shutdown.append(admin.end)
     app.on_response_prepare.append(stamp)
     app.cleanup_ctx.append(service.threads)
     return app
@@ -136,6 +141,30 @@ def _add_tokenize(routes: Routes, handlers: Tokenize) -> None:
         routes.add_post(f"{prefix}/tokenize", handlers.tokenize, encode)
         routes.add_post(f"{prefix}/detokenize", handlers.detokenize, decode)
         routes.add_get(f"{prefix}/tokenizer_info", handlers.info, info)
+
+
+def _add_admin(routes: Routes, admin: Admin) -> None:
+    routes.add_get("/admin/models", admin.models, About(
+        tag="admin", summary="Where every model stands, and what is being done with it",
+        answer=records.ManagedList, error=records.AdminError, access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_post(f"/admin/models/{{model:.+}}/{{wish:{WISHES}}}", admin.wish, About(
+        tag="admin", summary="Load, wake, sleep, evict, pin or unpin a model",
+        details="200 when nothing is left to do, 202 while there is; asking twice does no harm. 409 where the model's "
+        "state forbids it, with that state in the error",
+        query=(("wait", "Seconds to wait until it is done: then 200, 409 when it was given up, 504 when it is late"),),
+        answer=records.Wished, also=(202,), error=records.AdminError, statuses=(409, 504), access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_get("/admin/memory", admin.memory, About(
+        tag="admin", summary="Every page of memory by its holder, and how well it is used",
+        answer=records.MemoryMap, error=records.AdminError, access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_get("/admin/events", admin.events, About(
+        tag="admin", summary="What is ordered, how far it is and how it ends, as server-sent events",
+        details="It goes on until the reader leaves or the server stops. A reader that is slow misses events, progress "
+        "first, and is told how many",
+        kind="text/event-stream", event=records.ModelEvent, error=records.AdminError, access=Access.ADMIN,
+    ))  # fmt: skip
 
 
 def _add_docs(routes: Routes, docs: Docs) -> None:

@@ -15,7 +15,7 @@ import pytest
 from live_server import LiveServer, idle
 
 HOOKS = Path(__file__).with_name("schema_hooks.py")
-CALL_LIMIT_S, RUN_LIMIT_S = 20, 150
+CALL_LIMIT_S, RUN_LIMIT_S = 20, 60
 EXAMPLES = 15
 NOT_PROMISED = (
     # A body that fits its schema may be refused for what no schema says: an unknown model, ids outside the vocabulary.

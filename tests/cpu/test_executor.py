@@ -51,7 +51,7 @@ class Node:
 def served_by(thread: DeviceThread, frozen_after_s: float) -> ServerNode:
     """The node of a server whose models are loaded onto that thread."""
     config = ServeConfig(
-        models=(), memory_bytes=1 << 20, threads=1, cache_dir=Path(), frozen_after_s=frozen_after_s
+        models=(), memory_bytes=1 << 20, host_memory_bytes=0, threads=1, cache_dir=Path(), frozen_after_s=frozen_after_s
     )  # fmt: skip
     made = ServerNode(config)
     made._device, made._loaded = thread, True

@@ -45,6 +45,7 @@ class Wish(enum.Enum):
     WAKE = "wake"
     SLEEP = "sleep"
     EVICT = "evict"
+    FORK = "fork"
     PIN = "pin"
     UNPIN = "unpin"
 
@@ -139,10 +140,11 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """An operator's wish."""
+    """An operator's wish. To fork it takes the name of the node to copy from."""
 
     model: str
     wish: Wish
+    source: str | None = None
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
@@ -156,7 +158,7 @@ Event = Joined | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tic
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """One step for one model on one node, with the sentence that explains it."""
+    """One step for one model on one node, with the sentence that explains it. FORK has a source: a node's name."""
 
     term: int
     id: int
@@ -164,6 +166,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     model: str
     verb: Verb
     why: str
+    source: str | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

@@ -127,7 +127,14 @@ def draw(rng: random.Random, model: str, most_tokens: int, vocab: int) -> Ask:
         body["prompt"] = [prompt, prompt[:1]]
     else:
         body["prompt"] = prompt
-    fates = (Fate.STAY,) * 5 + (Fate.IN_REQUEST, Fate.AT_ONCE, Fate.WAITING, Fate.WAITING, Fate.IN_ANSWER, Fate.IN_ANSWER)
+    fates = (Fate.STAY,) * 5 + (
+        Fate.IN_REQUEST,
+        Fate.AT_ONCE,
+        Fate.WAITING,
+        Fate.WAITING,
+        Fate.IN_ANSWER,
+        Fate.IN_ANSWER,
+    )
     return Ask(path, body, rng.choice(fates), rng.random() ** 2 * 0.2, rng.randrange(1, 3000))
 
 
@@ -177,4 +184,6 @@ def _seen(ask: Ask, raw: bytes, took_s: float) -> Seen:
     except ValueError:
         return Seen(status, False, 0, took_s, retry_after)
     usage = answer.get("usage") or {}
-    return Seen(status, "choices" in answer or "error" in answer, usage.get("completion_tokens", 0), took_s, retry_after)
+    return Seen(
+        status, "choices" in answer or "error" in answer, usage.get("completion_tokens", 0), took_s, retry_after
+    )

@@ -149,7 +149,9 @@ def _teach(port: int, sample: bytes) -> None:
     if b" 200 " not in head.split(b"\r\n", 1)[0]:
         raise SystemExit(f"the server refused: {sample[:1000].decode(errors='replace')}")
     lines = [line.decode().partition(": ") for line in head.split(b"\r\n")[1:]]
-    kept = {name: value for name, _, value in lines if name not in ("Date", "Server", "Transfer-Encoding", "Connection")}
+    kept = {
+        name: value for name, _, value in lines if name not in ("Date", "Server", "Transfer-Encoding", "Connection")
+    }
     chunks = []
     while not rest.startswith(b"0\r\n"):
         size, _, rest = rest.partition(b"\r\n")

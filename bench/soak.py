@@ -26,7 +26,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from .churn import Account, Ask, Fate, churn, play
 from .serve_options import Parser
@@ -60,7 +60,17 @@ class Server:
     """A `janus serve` child and how it looks from outside."""
 
     def __init__(self, model: str, flags: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "janus_server", "serve", f"{MODEL}={model}", "--port", "0", "--access-log", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "janus_server",
+            "serve",
+            f"{MODEL}={model}",
+            "--port",
+            "0",
+            "--access-log",
+            "off",
+        ]
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path if path)
         self._process = subprocess.Popen(
             [*command, *flags], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
@@ -259,7 +269,9 @@ def _plain(rng: random.Random, tokens: int) -> Ask:
 
 def _account(account: Account, checks: Checks) -> None:
     shown = "; ".join(sorted(set(account.faults))[:5])
-    checks.add(not account.faults, f"{len(account.faults)} faulty answers among {account.sent} requests {shown}".rstrip())
+    checks.add(
+        not account.faults, f"{len(account.faults)} faulty answers among {account.sent} requests {shown}".rstrip()
+    )
 
 
 def _idle(server: Server, checks: Checks, open_files_before: int) -> None:

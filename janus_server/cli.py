@@ -23,6 +23,8 @@ Serve language models on this machine, behind an OpenAI-compatible HTTP API.
 
   janus serve                                   serve the default model on http://127.0.0.1:8000
   janus chat                                    talk to it in this terminal
+  janus models                                  where its models stand; load, wake, sleep, evict and pin them
+  janus memory                                  who holds which pages of its memory
   janus doctor                                  what this machine can run, and why
 """
 _SERVE_EXAMPLES: Final = """\
@@ -44,7 +46,10 @@ janus.toml takes the same settings, and flags win over it:
   [models]
   chat = "~/models/Qwen3-0.6B"
 
-then:
+then, for the user who started it (others need JANUS_ADMIN_KEY, see janus models --help):
+  janus models                                  where its models stand
+  janus memory                                  who holds its memory
+and for everybody:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello"}]}'
 """
@@ -56,6 +61,21 @@ examples:
   janus chat --url http://10.0.0.5:8000 --model chat --system "Answer in French."
 the server's API key is taken from JANUS_API_KEY
 """
+_MODELS_EXAMPLES: Final = """\
+list (the default) shows every model: active (on the device), warm (a copy in host memory) or cold (its files only).
+load and wake bring one onto the device, sleep leaves a copy in host memory, evict leaves nothing. A pinned model stays.
+
+examples:
+  janus models
+  janus models load qwen --wait                 with a bar; exit code 1 when it cannot be loaded
+  janus models sleep qwen
+  janus models list --json --url http://10.0.0.5:8000
+"""
+_ADMIN_KEY: Final = """
+This needs the server's admin key, taken from JANUS_ADMIN_KEY. A server that only this machine can reach and that has no
+admin key makes one for the user who started it, in a file that nobody else can read ($XDG_RUNTIME_DIR/janus or
+~/.cache/janus/run, one a port, removed at its end): that user need not set anything.
+"""
 _BENCH_EXAMPLES: Final = """\
 examples:
   janus bench engine                            decode and prefill speed of the engine
@@ -63,6 +83,8 @@ examples:
   janus bench client                            how much load the bench client itself can make on this machine
   janus bench serve --help                      what a benchmark takes
 """
+# Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
+_MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
 _BENCHES: Final = ("engine", "serve", "client")
 
@@ -120,6 +142,10 @@ def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
             return _serve(chosen)
         case "chat":
             return _chat(chosen)
+        case "models":
+            return _models(chosen)
+        case "memory":
+            return _memory(chosen)
         case "doctor":
             from janus_server.terminal.doctor import run as doctor
 
@@ -166,6 +192,44 @@ def _chat(chosen: argparse.Namespace) -> int:
     )
 
 
+def _models(chosen: argparse.Namespace) -> int:
+    from janus_server.config import admin_key, run_folders
+    from janus_server.terminal.models import LIST, ModelsOptions, run
+
+    if chosen.action != LIST and chosen.model is None:
+        raise BadConfig(f"which model? write: janus models {chosen.action} MODEL (janus models lists them)")
+    return run(
+        ModelsOptions(
+            url=chosen.url,
+            action=chosen.action,
+            model=chosen.model,
+            wait=chosen.wait,
+            timeout_s=_seconds("--timeout", chosen.timeout),
+            as_json=chosen.json,
+            key=admin_key(),
+            folders=run_folders(),
+        )
+    )
+
+
+def _memory(chosen: argparse.Namespace) -> int:
+    from janus_server.config import admin_key, run_folders
+    from janus_server.terminal.memory import MemoryOptions, run
+
+    return run(
+        MemoryOptions(chosen.url, as_json=chosen.json, watch=chosen.watch, key=admin_key(), folders=run_folders())
+    )
+
+
+def _seconds(flag: str, text: str) -> float:
+    from janus_server.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise BadConfig(f"{flag}: {error}") from None
+
+
 def _bench(name: str, arguments: Sequence[str]) -> int:
     if name not in _BENCHES:
         raise BadConfig(f"there is no benchmark {name!r}; there are: {', '.join(_BENCHES)}{nearest(name, _BENCHES)}")
@@ -193,6 +257,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     commands = {
         "serve": _serve_parser(kinds),
         "chat": _chat_parser(kinds),
+        "models": _models_parser(kinds),
+        "memory": _memory_parser(kinds),
         "doctor": _doctor_parser(kinds),
         "bench": kinds.add_parser("bench", help="measure speed", epilog=_BENCH_EXAMPLES),
         "version": kinds.add_parser("version", help="print the version"),
@@ -232,6 +298,33 @@ def _chat_parser(kinds: Any) -> _Parser:
     parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is always the likeliest word")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    return parser
+
+
+def _models_parser(kinds: Any) -> _Parser:
+    parser: _Parser = kinds.add_parser(
+        "models", help="show the models of a running server, and load, wake, sleep, evict or pin them",
+        epilog=_MODELS_EXAMPLES + _ADMIN_KEY,
+    )  # fmt: skip
+    parser.add_argument(
+        "action", nargs="?", default="list", choices=_MODEL_ACTIONS, metavar="ACTION",
+        help=f"one of: {', '.join(_MODEL_ACTIONS)}",
+    )  # fmt: skip
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model's name, as the list shows it")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--wait", action="store_true", help="until it is done")
+    parser.add_argument("--timeout", default="10min", metavar="DURATION", help="with --wait, at most (default 10min)")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    return parser
+
+
+def _memory_parser(kinds: Any) -> _Parser:
+    parser: _Parser = kinds.add_parser(
+        "memory", help="show who holds which pages of a running server's memory", epilog=_ADMIN_KEY
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--watch", action="store_true", help="draw it every second until Ctrl-C")
     return parser
 
 

@@ -52,9 +52,9 @@ class Leader:
         """Tell the Brain what the node has; from here on it leads."""
         self.tell(Joined(self._node, pool_pages, host_bytes, self._lifecycle.known()))
 
-    def ask(self, model: str, wish: Wish) -> Answer:
-        """An operator's wish, and the Brain's answer to it."""
-        answers = [a for a in self.tell(Asked(model, wish)) if isinstance(a, Answer)]
+    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
+        """An operator's wish, and the Brain's answer to it. FORK takes the name of the node to copy from."""
+        answers = [a for a in self.tell(Asked(model, wish, source)) if isinstance(a, Answer)]
         return answers[0]
 
     def settled(self, model: str) -> bool:

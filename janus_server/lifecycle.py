@@ -1,6 +1,7 @@
 """The life of models on this node: executes the Brain's orders, each wholly or not at all. It decides nothing.
 
-Cold → Active reads the checkpoint (LOAD) or the host copy (WAKE); Active → Warm keeps a copy (SLEEP). A transition
+To Active it is the checkpoint (LOAD), the host copy (WAKE) or a peer's pages (FORK) that is read; Active → Warm keeps
+a copy (SLEEP), and what a peer is reading stays. A transition
 reserves pages, moves bytes on a copy thread, verifies, and commits on the device thread; whatever fails on the way is
 undone in reverse order and the model stands where it stood. Runtime state (tokenizer, layout, decoder with its
 captured step, address range) is made once and kept: only bytes move afterwards.
@@ -10,32 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from janus_server.catalogue import OpenedModel, tokenizer_of
 from janus_server.config import ServeConfig
+from janus_server.engine import engine_of
 from janus_server.errors import BadConfig, BadModel, Bug, Refused, require
 from janus_server.executor import DeviceThread, Engine
+from janus_server.fork import offer_of, want_of
 from janus_server.instance import Flow, ServedModel, Streams
 from janus_server.kernels.table import Kernels
-from janus_server.kv.blocks import KvPages
 from janus_server.kv.host import HostCopies
 from janus_server.kv.move import Pace, Stopped, full_digest, move, sampled_digest
-from janus_server.kv.prefix import PrefixCache
 from janus_server.kv.xtensor import WeightMemory, XTensor
-from janus_server.model.decoder import Decoder
 from janus_server.model.load import load_weights
-from janus_server.model.runner import Runner
 from janus_server.model.weights import Weights, bind
 from janus_server.observe.log import decision
 from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Report, Stage, Verb
-from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
+from janus_server.transfer.frames import PeerTrouble
+from janus_server.transfer.grants import BeingRead, Grants, Offer
+from janus_server.transfer.pull import pulling
+from janus_server.transfer.rundir import Peering
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.lifecycle")
@@ -62,6 +63,8 @@ class Resident:
         self.trouble: Exception | None = None  # what the last order ended with, for whoever reads the log
         self.stop = False  # the transition under way shall end at its next piece
         self.preparing = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        self.last: tuple[Order, Done | Failed] | None = None  # the last order and its end
 
     @property
     def name(self) -> str:
@@ -88,6 +91,7 @@ class Lifecycle:
         copies: HostCopies,
         changed: Callable[[], None],
         progress: Progress,
+        peering: Peering | None = None,
     ) -> None:
         self._config = config
         self._xtensor = xtensor
@@ -98,6 +102,8 @@ class Lifecycle:
         self._renderers = renderers
         self._copies = copies
         self._progress = progress
+        self._peering = peering
+        self.grants = Grants()
         self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
         self.residents: Mapping[str, Resident] = {
             one.name: Resident(one, Flow(one.name, device, changed)) for one in catalogue
@@ -145,7 +151,17 @@ class Lifecycle:
                     resident.stage = Stage.COLD
                 return self._done(order, resident, 0.0)
             case _:
-                return await self._carry_out(order, resident)
+                async with resident.changing:
+                    if resident.last is None or resident.last[0] != order:  # told twice, it is done once
+                        resident.last = order, await self._carry_out(order, resident)
+                    return resident.last[1]
+
+    def offer(self, name: str) -> Offer | None:
+        """The model's weights for peers to read; None unless it is Active."""
+        resident = self.residents.get(name)
+        if resident is None or resident.stage is not Stage.ACTIVE:
+            return None
+        return offer_of(resident.opened, self._kernels, resident.memory, resident.digest)
 
     def lost(self, name: str) -> Stage:
         """A model's instance was torn down on the device thread: its engine is gone, its pages are free again."""
@@ -159,8 +175,9 @@ class Lifecycle:
         """Give the weights of a torn-down instance back. On the device thread."""
         memory = self.residents[name].memory
         if memory is not None:
-            memory.unmap()
-            memory.release()
+            with self.grants.revoked(name):
+                memory.unmap()
+                memory.release()
 
     def trouble(self, name: str) -> Exception:
         """What went wrong with the model's last order."""
@@ -177,13 +194,17 @@ class Lifecycle:
 
     async def _carry_out(self, order: Order, resident: Resident) -> Done | Failed:
         start_s = time.monotonic()
+        if resident.stage is Stage.ACTIVE and order.verb in (Verb.LOAD, Verb.WAKE, Verb.FORK):
+            return self._done(order, resident, 0.0)
         resident.stop, resident.trouble = False, None
-        steps = {
+        steps: Mapping[Verb, Callable[[Resident], Awaitable[None]]] = {
             Verb.LOAD: self._load, Verb.WAKE: self._wake, Verb.SLEEP: self._sleep, Verb.UNLOAD: self._unload,
+            Verb.FORK: lambda resident: self._fork(resident, order.source),
         }  # fmt: skip
         try:
             await steps[order.verb](resident)
-        except NotNow as reason:
+        except (NotNow, PeerTrouble, BeingRead) as reason:
+            log.info("%s: %s failed: %s", order.model, order.verb.value, reason)
             return Failed(order.id, resident.stage, self.has_copy(order.model), str(reason))
         except (BadModel, BadConfig) as error:
             log.error("%s: %s", order.model, error)
@@ -205,13 +226,7 @@ class Lifecycle:
         return Done(order.id, resident.stage, self.has_copy(order.model), took_s)
 
     async def _load(self, resident: Resident) -> None:
-        prepared = asyncio.ensure_future(self.prepare(resident.name))
-        try:
-            await self._bring_in(resident, lambda memory: self._fill(resident, memory))
-            await prepared
-        finally:
-            prepared.cancel()
-        self._start(resident)
+        await self._bring_in(resident, lambda memory: self._fill(resident, memory))
 
     async def _wake(self, resident: Resident) -> None:
         copy = self._copies.get(resident.name)
@@ -223,36 +238,64 @@ class Lifecycle:
             self._verify(resident, memory)
 
         await self._bring_in(resident, fill)
-        self._start(resident)
 
-    async def _bring_in(self, resident: Resident, fill: Callable[[WeightMemory], None]) -> None:
-        """Reserve pages, map them, fill them, commit and attach; or leave everything as it was."""
+    async def _fork(self, resident: Resident, source: str | None) -> None:
+        if self._peering is None or source is None:
+            raise NotNow("this node has no peers to copy from")
+        want = want_of(resident.opened, self._kernels, resident.digest)
+        async with pulling(self._peering, source, want) as pull:
+
+            def fill(memory: WeightMemory) -> None:
+                pull.fill(memory.array, self._pace(resident, want.size_bytes))
+
+            async def confirm() -> None:
+                await pull.confirm()
+                resident.digest = pull.digest
+
+            await self._bring_in(resident, fill, confirm)
+
+    async def _bring_in(
+        self,
+        resident: Resident,
+        fill: Callable[[WeightMemory], None],
+        confirm: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Reserve pages, map them, fill them, commit, attach and serve; or leave everything as it was.
+
+        What `confirm` raises at the last moment undoes it all too.
+        """
         memory = resident.memory
         if memory is None:
             memory = resident.memory = self._xtensor.weights(resident.name, resident.opened.placed.total_bytes)
         if not await self._on_device(lambda: self._scarcity.clear(memory.n_pages) and memory.reserve()):
             raise NotNow("its pages are not free yet")
+        prepared = asyncio.ensure_future(self.prepare(resident.name))
         try:
             await self._on_copy_thread(resident, memory.map)
             await self._on_copy_thread(resident, lambda: fill(memory))
             engine = await self._on_copy_thread(resident, lambda: self._engine(resident, memory))
+            await prepared
+            if confirm is not None:
+                await confirm()
             await self._on_device(memory.commit)
         except BaseException:
             # A cancel that comes while the device thread commits finds the pages committed: they go back all the same.
             await asyncio.shield(self._on_copy_thread(resident, memory.unmap))
             await asyncio.shield(self._on_device(memory.release))
             raise
+        finally:
+            prepared.cancel()
         await self._on_device(lambda: self._device.attach(engine))
-
-    def _start(self, resident: Resident) -> None:
         resident.stage = Stage.ACTIVE
         resident.flow.serve()
 
     async def _sleep(self, resident: Resident) -> None:
-        await self._take_out(resident, keep=True)
+        with self.grants.barred(resident.name):
+            await self._take_out(resident, keep=True)
 
     async def _unload(self, resident: Resident) -> None:
-        await self._take_out(resident, keep=False)
+        with self.grants.barred(resident.name):
+            await self._take_out(resident, keep=False)
 
     async def _take_out(self, resident: Resident, keep: bool) -> None:
         """Stop the model's turns, keep a copy where asked to, then give its pages back."""
@@ -350,30 +393,3 @@ class Lifecycle:
             resident.stop = True
             await asyncio.wait([running])
             raise
-
-
-def engine_of(
-    opened: OpenedModel, weights: Weights, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
-) -> Engine:
-    """The device side of a model whose weights are bound to their addresses."""
-    name, spec, kv = opened.name, opened.spec, opened.kv
-    cache = tuple(
-        kernels.cache_layer(
-            xtensor.slab, layer * kv.layer_bytes, config.page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
-            spec.dtype,
-        )
-        for layer in range(spec.n_layers)
-    )  # fmt: skip
-    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    decoder = Decoder(spec, weights, kernels, cache, opened.context_tokens, step_tokens)
-    pages = KvPages(xtensor.pool, name, kv.page_tokens)
-    limits = BatcherLimits(
-        context_tokens=opened.context_tokens,
-        capacity_pages=opened.longest_pages,
-        step_tokens=step_tokens,
-        sequences=config.max_num_seqs,
-        one_prompt_at_a_time=config.one_prompt_at_a_time,
-        prefix_caching=config.prefix_cache,
-    )
-    batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
-    return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))

@@ -31,6 +31,8 @@ from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stag
 from janus_server.sched.brain import Brain, BrainSettings
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
+from janus_server.transfer.rundir import Peering
+from janus_server.transfer.serving import PeerServer
 from janus_server.types import BatcherStats, Load, ModelCard, Owner
 from janus_server.watch import Watch
 
@@ -73,8 +75,11 @@ class _Start:
 class Node:
     """What this process serves and with which memory. Lives on the loop's thread."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, peering: Peering | None = None) -> None:
+        """With peering, other nodes of this host may copy its weights, and it theirs."""
         self._config = config
+        self._peering = peering
+        self._peers: PeerServer | None = None
         self.cards: Mapping[str, ModelCard] = MappingProxyType({})
         self.streams = Streams()
         self.pool_pages = config.memory_bytes // config.page_bytes
@@ -125,11 +130,11 @@ class Node:
         residents = self._lifecycle.residents if self._lifecycle is not None else {}
         return {name: resident.stage for name, resident in residents.items()}
 
-    def ask(self, name: str, wish: Wish) -> Answer:
-        """An operator's wish for a model of the catalogue, and what the Brain answers."""
+    def ask(self, name: str, wish: Wish, source: str | None = None) -> Answer:
+        """An operator's wish for a model of the catalogue, and what the Brain answers. FORK names the source's node."""
         if self._leader is None:
             return Answer(name, False, "the node is still starting")
-        return self._leader.ask(name, wish)
+        return self._leader.ask(name, wish, source)
 
     def settled(self, name: str) -> bool:
         """True when the model stands where the Brain wants it, as far as it is known now."""
@@ -169,12 +174,15 @@ class Node:
         copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            copies, lambda: leader.changed(), _each(watch.progress, progress),
+            copies, lambda: leader.changed(), _each(watch.progress, progress), self._peering,
         )  # fmt: skip
+        if self._peering is not None:
+            self._peers = PeerServer(self._peering, xtensor.memory, lifecycle.grants, lifecycle.offer)
         self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
-        leader = self._leader = Leader(NODE, Brain(BrainSettings()), lifecycle, _each(watch.see, start.see))
+        name = self._peering.node if self._peering is not None else NODE
+        leader = self._leader = Leader(name, Brain(BrainSettings()), lifecycle, _each(watch.see, start.see))
         device.start()
         leader.join(self.pool_pages, self._config.host_memory_bytes)
         self.operator = Operator(
@@ -198,6 +206,8 @@ class Node:
         """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
         if self._leader is not None:
             await self._leader.close()
+        if self._peers is not None:
+            await self._peers.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

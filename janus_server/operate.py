@@ -81,8 +81,8 @@ class Operator:
             held_pages=held.get(Owner(name, PageKind.WEIGHTS), 0),
             kv_pages=held.get(Owner(name, PageKind.KV), 0),
             host_copy_bytes=self._copies.held().get(name, 0),
-            load_s=round(standing.load_s, 3),
-            wake_s=round(standing.wake_s, 3),
+            load_s=round(standing.load_s, 6),
+            wake_s=round(standing.wake_s, 6),
             trouble=self.watch.trouble(name),
         )
 

@@ -45,6 +45,7 @@ class Wish(enum.Enum):
     WAKE = "wake"
     SLEEP = "sleep"
     EVICT = "evict"
+    FORK = "fork"
     PIN = "pin"
     UNPIN = "unpin"
 
@@ -52,7 +53,7 @@ class Wish(enum.Enum):
     def goal(self) -> Stage | None:
         """The stage it aims at; None for those that change how a model is treated, not where it stands."""
         match self:
-            case Wish.LOAD | Wish.WAKE:
+            case Wish.LOAD | Wish.WAKE | Wish.FORK:
                 return Stage.ACTIVE
             case Wish.SLEEP:
                 return Stage.WARM
@@ -152,10 +153,11 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """An operator's wish."""
+    """An operator's wish. To fork it takes the name of the node to copy from."""
 
     model: str
     wish: Wish
+    source: str | None = None
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +171,7 @@ Event = Joined | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tic
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """One step for one model on one node, with the sentence that explains it."""
+    """One step for one model on one node, with the sentence that explains it. FORK has a source: a node's name."""
 
     term: int
     id: int
@@ -177,6 +179,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     model: str
     verb: Verb
     why: str
+    source: str | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

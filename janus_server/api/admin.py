@@ -13,12 +13,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from janus_server.api.answers import Count, ErrorDetails
-from janus_server.orders import Action, Answer, Done, Event, Failed, Lost, Order, Refuse
+from janus_server.orders import Action, Answer, Done, Event, Failed, Lost, Order, Refuse, Wish
 from janus_server.types import Owner
 
 StageName = Literal["cold", "warm", "active"]
 VerbName = Literal["load", "wake", "fork", "drain", "serve", "sleep", "unload", "evict"]
 PageUse = Literal["weights", "kv", "scratch", "free"]
+
+# What can be asked for here; a fork needs a peer, which the leader knows and no operator has to name.
+WISHES = (Wish.LOAD, Wish.WAKE, Wish.SLEEP, Wish.EVICT, Wish.PIN, Wish.UNPIN)
 
 LOST = "it failed while it ran; the server's log says why"
 HOW = (

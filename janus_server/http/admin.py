@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from janus_server.api import reply
-from janus_server.api.admin import AdminError, AdminErrorDetails, ManagedList, ModelEvent, Wished
+from janus_server.api.admin import WISHES, AdminError, AdminErrorDetails, ManagedList, ModelEvent, Wished
 from janus_server.errors import Refused
 from janus_server.http.edge import CODE, SSE
 from janus_server.http.service import Service, no_such_model, not_ready
@@ -24,7 +24,7 @@ from janus_server.orders import Wish
 WAIT_MOST_S = 600.0
 # A step that takes longer is no ordinary one: /ready says what a frozen server is like.
 LOOK_S = 10.0
-WISHES = "|".join(wish.value for wish in Wish)
+PATTERN = "|".join(wish.value for wish in WISHES)
 
 
 class Admin:

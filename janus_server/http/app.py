@@ -16,7 +16,7 @@ from janus_server.api import admin as records
 from janus_server.api import answers, bodies, embeddings, messages, responses, tokenize
 from janus_server.api.bodies import Limits
 from janus_server.api.openapi import About, Access
-from janus_server.http.admin import WISHES, Admin
+from janus_server.http.admin import PATTERN, Admin
 from janus_server.http.admit import Door
 from janus_server.http.docs import Docs
 from janus_server.http.edge import Guard, stamp
@@ -148,7 +148,7 @@ def _add_admin(routes: Routes, admin: Admin) -> None:
         tag="admin", summary="Where every model stands, and what is being done with it",
         answer=records.ManagedList, error=records.AdminError, access=Access.ADMIN,
     ))  # fmt: skip
-    routes.add_post(f"/admin/models/{{model:.+}}/{{wish:{WISHES}}}", admin.wish, About(
+    routes.add_post(f"/admin/models/{{model:.+}}/{{wish:{PATTERN}}}", admin.wish, About(
         tag="admin", summary="Load, wake, sleep, evict, pin or unpin a model",
         details="200 when nothing is left to do, 202 while there is; asking twice does no harm. 409 where the model's "
         "state forbids it, with that state in the error",

@@ -8,14 +8,17 @@ A stale access to an unmapped window is a SIGSEGV: xtensor unmaps a window only 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
 
 from janus_server.errors import BadConfig, require
 
-_NONE, _READ_WRITE = 0, 3
+_NONE, _READ, _READ_WRITE = 0, 1, 3
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
 _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
 # Mappings that are not ours: libraries, thread stacks, heaps. A server with three models had 610.
@@ -42,8 +45,12 @@ class CpuMemory:
         self.n_pages = n_pages
         self.page_bytes = page_bytes
         self._libc = _libc()
-        self._fd = os.memfd_create("janus-pages", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("janus-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, n_pages * page_bytes)
+        # What a peer maps stays behind its addresses: a shrunk file would be a SIGBUS over there.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        # Nor can a peer open it again for writing, unless it may do anything (root).
+        os.fchmod(self._fd, stat.S_IRUSR)
         self._reserved_at, self._base = self._reserve(n_pages * page_bytes)
         self._map(self._base, 0, n_pages)
         self.slab = _as_array(self._base, n_pages * page_bytes)
@@ -59,6 +66,10 @@ class CpuMemory:
         """
         size = count * self.page_bytes
         self._libc.madvise(self._base + page * self.page_bytes, size, _MADV_POPULATE_WRITE)
+
+    def read_only(self) -> int:
+        """A descriptor through which all pages can be read and not written; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Give everything back. Arrays over the slab must not be used afterwards."""
@@ -82,11 +93,27 @@ class CpuMemory:
         self._call_mmap(address, count * self.page_bytes, _NONE, flags, -1, 0)
 
     def _call_mmap(self, *arguments: object) -> int:
-        address = self._libc.mmap(*arguments)
-        if address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mmap: {os.strerror(code)}")
-        return int(address)
+        return _mmap(self._libc, *arguments)
+
+
+class PeerMemory:
+    """Another process's pages, mapped read-only through the descriptor that it handed over.
+
+    OSError where the file could change its size under the mapping, or is smaller than was said.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size_bytes:
+            raise OSError(errno.EINVAL, "the peer's memory is not sealed, or too small")
+        self._libc = _libc()
+        self._size_bytes = size_bytes
+        self._address = _mmap(self._libc, None, size_bytes, _READ, _SHARED, fd, 0)
+        self.slab = _as_array(self._address, size_bytes)
+        self.slab.flags.writeable = False
+
+    def close(self) -> None:
+        """Unmap. No array over the slab may be used afterwards."""
+        self._libc.munmap(self._address, self._size_bytes)
 
 
 class Window:
@@ -141,6 +168,14 @@ def runs(pages: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def _as_array(address: int, size_bytes: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=np.uint8)
+
+
+def _mmap(libc: ctypes.CDLL, *arguments: object) -> int:
+    address = libc.mmap(*arguments)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap: {os.strerror(code)}")
+    return int(address)
 
 
 def _libc() -> ctypes.CDLL:

@@ -76,8 +76,8 @@ class Brain:
             case Lost(model, stage, copy) if model in self._models:
                 belief = self._models[model]
                 belief.stage, belief.copy, belief.draining, belief.busy = stage, copy, False, 0
-            case Asked(model, wish) if model in self._models:
-                actions.append(self._ask(self._models[model], wish, now))
+            case Asked(model, wish, source) if model in self._models:
+                actions.append(self._ask(self._models[model], wish, source, now))
             case _:
                 pass
         self._plan(now, actions)
@@ -131,6 +131,8 @@ class Brain:
         belief = self._open.pop(event.order)
         order, belief.order = belief.order, None
         belief.stage, belief.copy = event.stage, event.copy
+        if order is not None and order.verb is Verb.FORK:
+            belief.source = None  # where it failed, what this node has itself is tried next
         if belief.stage is not Stage.ACTIVE:
             belief.draining, belief.busy = False, 0
         if isinstance(event, Failed):
@@ -158,13 +160,15 @@ class Brain:
                 actions.append(Refuse(belief.known.model, event.reason, None if event.lasting else pause_s))
             belief.failures = 0
 
-    def _ask(self, belief: Belief, wish: Wish, now: float) -> Answer:
+    def _ask(self, belief: Belief, wish: Wish, source: str | None, now: float) -> Answer:
         name, stage = belief.known.model, belief.stage
         goal = wish.goal
         if goal is None:
             belief.pinned = wish is Wish.PIN
             said = "pinned" if belief.pinned else "no longer pinned"
             return Answer(name, True, f"{name} is {said} and {stage.value}")
+        if wish is Wish.FORK and source is None:
+            return Answer(name, False, f"{name} is {stage.value}: say which node to copy it from")
         if belief.order is not None and belief.heading is not goal:
             return Answer(name, False, f"{name} is {stage.value} and being changed ({belief.order.verb.value})")
         if stage is goal and belief.order is None and belief.goal is None:
@@ -174,6 +178,7 @@ class Brain:
         if goal is not Stage.ACTIVE and belief.pinned:
             return Answer(name, False, f"{name} is {stage.value} and pinned; unpin it first")
         belief.goal = goal
+        belief.source = source if wish is Wish.FORK else None
         belief.retry_s = now
         if goal is Stage.ACTIVE and belief.wanted_s is None:
             belief.wanted_s = now
@@ -237,12 +242,15 @@ class Brain:
         missing = pages_needed([*holders, belief]) - self._pool_pages
         waited_s = now - (belief.wanted_s if belief.wanted_s is not None else now)
         if missing <= 0:
-            verb = Verb.WAKE if belief.copy else Verb.LOAD
-            source = "its host copy" if belief.copy else "its checkpoint"
-            self._order(belief, verb, f"{known.model}: wanted for {waited_s:.1f} s; from {source}", actions)
+            verb, origin = Verb.LOAD, "its checkpoint"
+            if belief.source is not None:
+                verb, origin = Verb.FORK, f"node {belief.source}"
+            elif belief.copy:
+                verb, origin = Verb.WAKE, "its host copy"
+            self._order(belief, verb, f"{known.model}: wanted for {waited_s:.1f} s; from {origin}", actions)
             return True
         if pages_needed([belief, *(b for b in holders if b.pinned)]) > self._pool_pages:
-            belief.wanted_s = belief.goal = None
+            belief.wanted_s = belief.goal = belief.source = None
             actions.append(Refuse(known.model, "the models pinned on this node leave no room for it", None))
             return True
         self._make_room(belief, holders, now, actions)
@@ -349,7 +357,8 @@ class Brain:
     def _order_now(self, belief: Belief, verb: Verb, why: str, actions: list[Action]) -> Order:
         """An order that takes effect at once and has no end of its own (DRAIN, SERVE)."""
         self._orders += 1
-        order = Order(self._term, self._orders, self._node, belief.known.model, verb, why)
+        source = belief.source if verb is Verb.FORK else None
+        order = Order(self._term, self._orders, self._node, belief.known.model, verb, why, source)
         actions.append(order)
         return order
 

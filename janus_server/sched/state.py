@@ -30,11 +30,12 @@ class Belief:
     """One model on the node.
 
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
-    become Active; goal is the stage that an operator asked for and that is not reached yet.
+    become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
+    weights are to be tried first.
     """
 
     __slots__ = ("active_s", "busy", "copy", "draining", "failures", "goal", "idle_since_s", "known", "load_s",
-                 "order", "pinned", "retry_s", "stage", "wake_s", "wanted_s")  # fmt: skip
+                 "order", "pinned", "retry_s", "source", "stage", "wake_s", "wanted_s")  # fmt: skip
 
     def __init__(self, known: KnownModel, now: float) -> None:
         self.known = known
@@ -45,6 +46,7 @@ class Belief:
         self.busy = 0
         self.wanted_s: float | None = None
         self.goal: Stage | None = None
+        self.source: str | None = None
         self.pinned = known.pinned
         self.active_s = now
         self.idle_since_s = now

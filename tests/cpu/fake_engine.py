@@ -143,6 +143,7 @@ class FakeNode:
         self.models = {model.card.id: model for model in models}
         self.reason: str | None = None
         self.trouble: set[str] = set()
+        self.operator = None
         self.pool_pages = 100
         self.free_pages = 60
 

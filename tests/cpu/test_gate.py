@@ -140,7 +140,8 @@ async def test_admin_paths_want_the_admin_key_however_they_are_written(server: S
     status, _, body = await exchange(server, get(target, host))
     assert status == 401
     status, _, body = await exchange(server, get(target, host, f"Authorization: Bearer {ROOT}"))
-    assert status == 404
+    # Nothing is there, or what is there has no models to tell of yet.
+    assert (status, is_error(json.loads(body))["code"]) in ((404, "not_found"), (503, "not_ready"))
 
 
 async def test_without_an_admin_key_admin_routes_are_off() -> None:

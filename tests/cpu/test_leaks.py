@@ -131,7 +131,10 @@ async def test_slots_and_pages_are_back_after_one_step(tiny: Path) -> None:
     async with served(tiny, ("prefix_cache", False)) as server:
         for stream in (True, False):
             body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 2}
-            leave = [asyncio.create_task(play(server.port, Ask("/v1/completions", body, Fate.WAITING, 0.5, 0))) for _ in range(4)]
+            leave = [
+                asyncio.create_task(play(server.port, Ask("/v1/completions", body, Fate.WAITING, 0.5, 0)))
+                for _ in range(4)
+            ]
             assert await settled(lambda: server.node.stats()["m"].running == 8)
             await asyncio.gather(*leave)
             assert await settled(lambda: server.kv_pages() == 0)

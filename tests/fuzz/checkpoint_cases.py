@@ -95,9 +95,7 @@ def metadata_entry(key: str, kind: int, value: Any) -> bytes:
     if kind != ARRAY:
         return scalar(STRING, key) + struct.pack("<I", kind) + scalar(kind, value)
     item, items = value
-    return (
-        scalar(STRING, key) + struct.pack("<IIQ", ARRAY, item, len(items)) + b"".join(scalar(item, v) for v in items)
-    )
+    return scalar(STRING, key) + struct.pack("<IIQ", ARRAY, item, len(items)) + b"".join(scalar(item, v) for v in items)
 
 
 def tensor_line(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes:

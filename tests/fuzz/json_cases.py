@@ -99,7 +99,9 @@ def make(rng: random.Random) -> Body:
     elif damage < 0.30:
         raw = scribble(rng, raw)
     elif damage < 0.32:
-        raw = rng.choice((b"", b"[]", b"null", b"3", b'"x"', b"\xef\xbb\xbf" + raw, raw + raw, raw + b"\x00", b" " + raw))
+        raw = rng.choice(
+            (b"", b"[]", b"null", b"3", b'"x"', b"\xef\xbb\xbf" + raw, raw + raw, raw + b"\x00", b" " + raw)
+        )
     fields = _read(raw, errors="replace", constant=float)
     strict = fields is not None and _read(raw, errors="strict", constant=_refuse) is not None
     return Body(kind, raw, fields, strict, steps == 0 and damage >= 0.32)

@@ -39,7 +39,19 @@ class Case:
 
 LINES, DATA = gguf_tensors({})
 MIXED = gguf_tensors({"blk.0.ffn_down.weight": 8, "blk.0.attn_q.weight": 1, "token_embd.weight": 8})
-TEXTS: tuple[Any, ...] = ("", "llama", "gpt2", "qwen2", "\u2028", "a" * 3000, b"\xff\xfe", "<s>", "▁", "\x00", "default")
+TEXTS: tuple[Any, ...] = (
+    "",
+    "llama",
+    "gpt2",
+    "qwen2",
+    "\u2028",
+    "a" * 3000,
+    b"\xff\xfe",
+    "<s>",
+    "▁",
+    "\x00",
+    "default",
+)
 
 
 def make(rng: random.Random) -> Case:

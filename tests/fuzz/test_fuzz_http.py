@@ -65,9 +65,10 @@ async def test_no_request_hangs_breaks_or_passes_for_two(caplog: pytest.LogCaptu
         before = (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")))
         await fuzz_async("http", 250, make, lambda case: run(server, case))
         assert await settled(lambda: not server.model.live)
-        assert await settled(
-            lambda: (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))) == before, 20
-        ), (before, [task.get_coro() for task in asyncio.all_tasks()])
+        assert await settled(lambda: (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))) == before, 20), (
+            before,
+            [task.get_coro() for task in asyncio.all_tasks()],
+        )
     assert not [record for record in caplog.records if record.exc_info], "a traceback in the log"
 
 
@@ -95,7 +96,13 @@ async def test_many_slow_clients_do_not_stop_a_quick_one() -> None:
 def test_the_strict_client_finds_what_is_no_http() -> None:
     fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
     assert [answer.body for answer in parse(fine + fine)] == [b"ok", b"ok"]
-    for raw in (fine + b"x", fine[:-1], b"HTTP/1.1 200 OK\r\n\r\n", fine.replace(b"Length:", b"Length :"), b"junk\r\n\r\n"):
+    for raw in (
+        fine + b"x",
+        fine[:-1],
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        fine.replace(b"Length:", b"Length :"),
+        b"junk\r\n\r\n",
+    ):
         with contextlib.suppress(NotHttp, KeyError, ValueError):
             parse(raw)
             raise AssertionError(raw)

@@ -58,7 +58,9 @@ ESCAPES = (
 )  # fmt: skip
 # What may never stand in a prompt: a file, or something that only a forbidden attribute leads to. (A template may write
 # its own joiner as text, silly as that is.)
-LEAK = re.compile(r"<(?:module|slot wrapper|method-wrapper|code object|attribute '|frame at)|mappingproxy|root:x|<class 'os")
+LEAK = re.compile(
+    r"<(?:module|slot wrapper|method-wrapper|code object|attribute '|frame at)|mappingproxy|root:x|<class 'os"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +195,14 @@ def workers() -> list[int]:
 
 
 def test_the_leak_pattern_finds_leaks() -> None:
-    for leaked in (os, make.__code__, vars(int), int.__add__, (1).__add__, os._wrap_close, Path("/etc/passwd").read_text()):
+    for leaked in (
+        os,
+        make.__code__,
+        vars(int),
+        int.__add__,
+        (1).__add__,
+        os._wrap_close,
+        Path("/etc/passwd").read_text(),
+    ):
         assert LEAK.search(str(leaked)), leaked
     assert not LEAK.search("<s>x < 3 and <|im_start|>class")

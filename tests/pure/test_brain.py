@@ -167,6 +167,49 @@ def test_wishes_that_conflict_name_the_present_state() -> None:
     assert answer == orders.Answer("a", False, "a is cold and being changed (load)")
 
 
+def test_asking_again_for_what_is_under_way_is_accepted_and_orders_nothing_more() -> None:
+    b = brain(known("a"))
+    load = first(b.on(Asked("a", Wish.LOAD), 0.0)[1:])
+    for wish in (Wish.LOAD, Wish.WAKE):
+        (answer,) = b.on(Asked("a", wish), 0.1)
+        assert isinstance(answer, orders.Answer)
+        assert answer.accepted
+    b.on(Done(load.id, Stage.ACTIVE, copy=False, took_s=1.0), 1.0)
+    b.on(Report("n0", {"a": Busy(0, 0, 0.0)}), 1.0)
+    assert b.settled("a")
+    sleep = first(b.on(Asked("a", Wish.SLEEP), 2.0)[1:])
+    (answer,) = b.on(Asked("a", Wish.SLEEP), 2.1)
+    assert isinstance(answer, orders.Answer)
+    assert answer.accepted
+    b.on(Done(sleep.id, Stage.WARM, copy=True, took_s=0.1), 2.2)
+    assert b.settled("a")
+    assert not b.standing("a").draining
+
+
+def test_a_sleep_that_the_host_had_no_room_for_is_over_and_not_asked_of_the_model_again() -> None:
+    b = brain(known("a"), host=0)
+    active(b, "a", 0.0)
+    unload = first(b.on(Asked("a", Wish.SLEEP), 1.0)[1:])
+    assert unload.verb is Verb.UNLOAD
+    b.on(Done(unload.id, Stage.COLD, copy=False, took_s=0.1), 1.1)
+    assert b.settled("a")
+    active(b, "a", 2.0)
+    assert b.on(Tick(), 3.0) == []
+    assert b.stages() == {"a": Stage.ACTIVE}
+
+
+def test_a_wish_outlives_the_clients_who_wanted_the_same() -> None:
+    b = brain(known("a"), known("b"), pool=60, patience_s=100.0)
+    active(b, "b", 0.0)
+    b.on(Report("n0", {"b": Busy(1, 0, 0.0)}), 1.0)
+    b.on(Wanted("a"), 1.0)
+    b.on(Asked("a", Wish.LOAD), 1.1)
+    b.on(orders.Unwanted("a"), 1.2)
+    assert not b.settled("a")
+    b.on(Report("n0", {"b": Busy(0, 0, 1.0)}), 2.0)
+    assert "sleep b" in said(b.on(Tick(), 2.1)) or not b.settled("b")
+
+
 def test_pinned_models_stay_and_who_cannot_fit_beside_them_is_refused() -> None:
     b = brain(known("a", pinned=True), known("b"), pool=60)
     active(b, "a", 0.0)

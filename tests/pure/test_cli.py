@@ -34,7 +34,7 @@ def test_without_a_command_the_help_teaches(capsys: pytest.CaptureFixture[str]) 
     assert all(word in shown for word in ("janus serve", "janus chat", "janus doctor", "bench"))
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "bench", "version"])
+@pytest.mark.parametrize("command", ["serve", "chat", "models", "memory", "doctor", "bench", "version"])
 def test_each_command_has_help_with_exit_code_zero(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
@@ -81,6 +81,8 @@ def test_unknown_arguments_are_one_line_and_exit_code_two(
         (["serve", "--set", "api_key=hunter2-hunter2"], "api_key_file"),
         (["serve", "--config", "/absent.toml"], "cannot read"),
         (["bench", "engin"], 'did you mean "engine"'),
+        (["models", "load"], "which model?"),
+        (["models", "load", "a", "--timeout", "soon"], "--timeout: 'soon'"),
         (["doctor", "--kernels", "gpu"], "auto, cpu, torch_ref"),
     ],
 )

@@ -1,0 +1,48 @@
+"""Puts the device side of a model together: decoder, batcher and prefix cache over weights that have their addresses.
+
+`lifecycle` calls it on a copy thread, once for every model that is brought in; nothing runs yet when it returns.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from janus_server.catalogue import OpenedModel
+from janus_server.config import ServeConfig
+from janus_server.executor import Engine
+from janus_server.kernels.table import Kernels
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.prefix import PrefixCache
+from janus_server.kv.xtensor import XTensor
+from janus_server.model.decoder import Decoder
+from janus_server.model.runner import Runner
+from janus_server.model.weights import Weights
+from janus_server.sched.batcher import Batcher, BatcherLimits
+from janus_server.sched.scarcity import Scarcity
+
+
+def engine_of(
+    opened: OpenedModel, weights: Weights, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
+) -> Engine:
+    """The device side of a model whose weights are bound to their addresses."""
+    name, spec, kv = opened.name, opened.spec, opened.kv
+    cache = tuple(
+        kernels.cache_layer(
+            xtensor.slab, layer * kv.layer_bytes, config.page_bytes, spec.kv_heads, kv.page_tokens, spec.head_dim,
+            spec.dtype,
+        )
+        for layer in range(spec.n_layers)
+    )  # fmt: skip
+    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    decoder = Decoder(spec, weights, kernels, cache, opened.context_tokens, step_tokens)
+    pages = KvPages(xtensor.pool, name, kv.page_tokens)
+    limits = BatcherLimits(
+        context_tokens=opened.context_tokens,
+        capacity_pages=opened.longest_pages,
+        step_tokens=step_tokens,
+        sequences=config.max_num_seqs,
+        one_prompt_at_a_time=config.one_prompt_at_a_time,
+        prefix_caching=config.prefix_cache,
+    )
+    batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
+    return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))

@@ -1,0 +1,38 @@
+"""What a node tells its peers of a model's weights, and what it asks of them: the words that must be equal for a fork.
+
+`lifecycle` calls it on both sides. Weights are the same where the layout, the kernel table's form of it and the
+checkpoint's headers are; whether the bytes are is found by their digest.
+"""
+
+from __future__ import annotations
+
+from janus_server.catalogue import OpenedModel
+from janus_server.kernels.table import Kernels
+from janus_server.kv.xtensor import WeightMemory
+from janus_server.model.weights import layout_hash
+from janus_server.transfer.grants import Offer
+from janus_server.transfer.pull import Want
+
+
+def want_of(opened: OpenedModel, kernels: Kernels, digest: int | None) -> Want:
+    """The model as this node would hold it; digest is that of its weights where they were here before."""
+    return Want(
+        model=opened.name,
+        layout=layout_hash(opened.placed, kernels.name),
+        checkpoint=opened.checkpoint.fingerprint,
+        size_bytes=opened.placed.total_bytes,
+        digest=digest,
+    )
+
+
+def offer_of(opened: OpenedModel, kernels: Kernels, memory: WeightMemory | None, digest: int | None) -> Offer | None:
+    """An Active model's weights as peers may read them; None while they are not all there."""
+    if memory is None or not memory.pages or digest is None:
+        return None
+    return Offer(
+        layout=layout_hash(opened.placed, kernels.name),
+        checkpoint=opened.checkpoint.fingerprint,
+        size_bytes=memory.size_bytes,
+        pages=memory.pages,
+        digest=digest,
+    )

@@ -1,4 +1,4 @@
-"""Clients that behave badly: they leave at any moment, in any phase, streaming or not; and the account of what they saw.
+"""Clients that behave badly: they leave at any moment, in any phase, streaming or not; and an account of what they saw.
 
 `soak` and tests run it against a live server. Raw sockets, one request a connection, so that when a client leaves is
 decided here to the byte. Every request has its own generator, so a run is the same for the same seed.

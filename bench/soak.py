@@ -82,7 +82,7 @@ class Server:
         threading.Thread(target=self._drain, daemon=True).start()
 
     def heap_bytes(self) -> int:
-        """Resident memory without the pool of pages, whose size is fixed and whose pages are touched as they are used."""
+        """Resident memory without the pool of pages: its size is fixed, and pages are touched as they are used."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         found = dict(re.findall(r"(VmRSS|RssShmem):\s+(\d+)", status))
         return (int(found["VmRSS"]) - int(found["RssShmem"])) << 10
@@ -143,8 +143,9 @@ class Memory:
         before = statistics.median(self.samples[third : 2 * third] or self.samples)
         after = statistics.median(self.samples[-third:])
         bound = before * GROWTH + GROWTH_BYTES
-        checks.add(after <= bound, f"memory {after / 2**20:.1f} MiB in the last third, {before / 2**20:.1f} in the second "
-                                   f"(at most {bound / 2**20:.1f})")  # fmt: skip
+        shown = [f"{size / 2**20:.1f}" for size in (after, before, bound)]
+        text = f"memory {shown[0]} MiB in the last third, {shown[1]} in the second (at most {shown[2]})"
+        checks.add(after <= bound, text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -195,13 +196,14 @@ def leaks(server: Server, options: argparse.Namespace, checks: Checks) -> dict[s
     memory.judge(checks)
     _account(account, checks)
     return {
-        "requests": account.sent, "clients that left": account.left, "requests a second": round(account.sent / took_s, 1),
+        "requests": account.sent, "clients that left": account.left,
+        "requests a second": round(account.sent / took_s, 1),
         "by status (0: left before one)": dict(sorted(account.statuses.items())),
     }  # fmt: skip
 
 
 def overload(server: Server, options: argparse.Namespace, checks: Checks) -> dict[str, Any]:
-    """The knee first: as many clients as the server has room for. Then requests at ten times its rate, come what may."""
+    """The knee first: as many clients as the server has room for. Then ten times its rate, come what may."""
     knee = Account()
     knee_s = asyncio.run(_closed(server.port, options, knee))
     rate = OVER * knee.statuses[200] / knee_s

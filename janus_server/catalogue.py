@@ -88,6 +88,7 @@ class OpenedModel:
             kv_pages=self.kv_pages,
             kv_dtype=self.spec.dtype.name.lower(),
             prefix_caching=prefix_caching,
+            fingerprint=self.checkpoint.fingerprint,
         )
 
     def target(self, tokenizer: Tokenizer) -> Target:

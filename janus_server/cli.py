@@ -81,12 +81,14 @@ examples:
   janus bench engine                            decode and prefill speed of the engine
   janus bench serve --request-rate 5            what clients of a running server feel: any OpenAI-compatible one
   janus bench client                            how much load the bench client itself can make on this machine
+  janus bench http                              what the API layer costs, beside bare aiohttp
+  janus bench soak                              whether a server stays as it was: clients that leave, ten times the load
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
-_BENCHES: Final = ("engine", "serve", "client")
+_BENCHES: Final = ("engine", "serve", "client", "http", "soak")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -51,6 +51,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     prefix_cache: bool = True
+    share_prefixes: bool = False
     one_prompt_at_a_time: bool = False
     shutdown_timeout_s: float = 30.0
     keys: tuple[Key, ...] = ()

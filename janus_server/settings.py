@@ -146,6 +146,14 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "reuse the KV cache of shared prompt beginnings (default on)",
     ),
     Setting(
+        "share_prefixes",
+        "share_prefixes",
+        truth,
+        ("--share-prefixes",),
+        "let requests of different keys reuse each other's prompt beginnings, whose speed tells what others asked "
+        "(default off)",
+    ),
+    Setting(
         "one_prompt_at_a_time",
         "one_prompt_at_a_time",
         truth,

@@ -106,6 +106,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
+    tenant: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -272,7 +273,8 @@ class Batch(msgspec.Struct, frozen=True):
 class ModelCard(msgspec.Struct, frozen=True):
     """What `/v1/models` says of a served model, and /metrics of its cache.
 
-    kv_pages are those that its KV cache could have at most, of kv_page_tokens tokens each.
+    kv_pages are those that its KV cache could have at most, of kv_page_tokens tokens each. fingerprint is a digest of
+    the checkpoint's headers, configs and file sizes as they were opened.
     """
 
     id: str
@@ -286,6 +288,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     kv_pages: int = 0
     kv_dtype: str = ""
     prefix_caching: bool = True
+    fingerprint: str = ""
 
 
 class BatcherStats(msgspec.Struct, frozen=True):

@@ -214,6 +214,7 @@ class ModelMeta(msgspec.Struct, kw_only=True):
     weight_bytes: Count
     dtype: str
     family: str
+    fingerprint: str
 
 
 class Model(msgspec.Struct, kw_only=True):

@@ -72,6 +72,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     inline_chars: int = 2048
     hopeless_chars: int = 1 << 16
     encode_threads: int = 2
+    share_prefixes: bool = False
     shutdown_s: float = 1.0
 
 

@@ -142,7 +142,8 @@ def _responses(about: About) -> dict[str, Any]:
         content[about.kind] = {"schema": {"type": "object"} if about.kind == _JSON else {"type": "string"}}
     if about.event is not None:
         # 3.1 has no word for the items of a stream: readers differ on what its schema is of, so it says nothing.
-        events = {"schema": {"description": STATUSES["stream"]}, "x-itemSchema": _ref(about.event)}
+        words = STATUSES["stream" if about.body is not None else "events"]
+        events = {"schema": {"description": words}, "x-itemSchema": _ref(about.event)}
         content[_EVENTS] = events
     success = {"description": "Success", "headers": _headers("X-Request-Id"), "content": content}
     found: dict[str, Any] = {str(status): success for status in (about.status, *about.also)}
@@ -180,14 +181,14 @@ def _headers(*names: str) -> dict[str, Any]:
 
 
 def _security(access: Access) -> list[dict[str, Any]]:
-    """Each entry is a way in. Without configured keys none is asked for, hence the empty one."""
+    """Each entry is a way in. Without configured keys none is asked for, hence the empty one; admin routes are off."""
     match access:
         case Access.OPEN:
             return []
         case Access.KEY:
             return [{}, {"bearer": []}, {"x-api-key": []}]
         case Access.ADMIN:
-            return [{}, {"admin": []}]
+            return [{"admin": []}]
 
 
 def _ref(shape: type[msgspec.Struct]) -> dict[str, str]:

@@ -219,6 +219,7 @@ def model_entry(card: types.ModelCard) -> dict[str, Any]:
             "weight_bytes": card.weight_bytes,
             "dtype": card.dtype,
             "family": card.family,
+            "fingerprint": card.fingerprint,
         },
     }
 

@@ -52,7 +52,7 @@ class Admin:
         end = await operator.until(name, wish, wait_s) if wait_s else None
         if end is End.MISSED:
             trouble = operator.watch.trouble(name)
-            why = f"{name} is {operator.model(name).stage}" + (f": {trouble}" if trouble else "")
+            why = f"{name} is {operator.model(name).stage} and goes no further" + (f": {trouble}" if trouble else "")
             return _told(request, 409, "conflict", why, operator, name)
         if end is End.LATE:
             why = f"{name} is {operator.model(name).stage} and still on its way after {wait_s:g} s"

@@ -23,6 +23,7 @@ from janus_server.errors import Refused
 from janus_server.http.access import CALL
 from janus_server.http.admit import Admitted
 from janus_server.http.edge import SSE
+from janus_server.http.gate import key_name
 from janus_server.http.service import Service
 from janus_server.http.sse import SseWriter
 from janus_server.metrics import CallWatch
@@ -108,6 +109,7 @@ class Generate:
         self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float, style: Style
     ) -> web.StreamResponse:
         """Run the call and write its answer."""
+        call = self._for_tenant(request, call)
         with self._service.door.admit(request, call, model.card.id, arrived_s) as entry:
             metrics = self._service.metrics.model(model.card.id)
             watch = request[CALL] = CallWatch(metrics, call, arrived_s)
@@ -123,6 +125,14 @@ class Generate:
                 raise
             finally:
                 watch.end(time.monotonic())
+
+    def _for_tenant(self, request: web.Request, call: plan.Call) -> plan.Call:
+        """The call with its requests under their key's name, so that keys do not share what they cached."""
+        tenant = key_name(request)
+        if not tenant or self._service.limits.share_prefixes:
+            return call
+        requests = tuple(msgspec.structs.replace(one, tenant=tenant) for one in call.requests)
+        return msgspec.structs.replace(call, requests=requests)
 
     async def _matchers(self, model: ServedModel, call: plan.Call) -> list[Matcher]:
         """The compiled grammar of each request, where the call has one: all requests of a call have the same."""

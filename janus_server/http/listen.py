@@ -75,6 +75,7 @@ def _limits(config: ServeConfig) -> Limits:
         headers_s=config.header_timeout_s,
         idle_s=config.idle_timeout_s,
         request_s=config.request_timeout_s,
+        share_prefixes=config.share_prefixes,
     )
 
 

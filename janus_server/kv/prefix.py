@@ -1,7 +1,8 @@
 """Prefix cache of one model: full KV pages in a tree keyed by the tokens that produced them. Pure.
 
-A key is a keyed BLAKE2b hash over the parent's key and the page's tokens: without the process's secret nobody can
-construct a collision (predictable hashes have let one client read another's cache), and the tokens themselves are
+A key is a keyed BLAKE2b hash over the parent's key and the page's tokens, and the tree of each tenant begins with a
+key of its own, so that nobody learns from a fast first token what others asked. Without the process's secret nobody
+can construct a collision (predictable hashes have let one client read another's cache), and the tokens themselves are
 compared on every hit, so even a collision cannot serve wrong bytes. The cache holds one reference per page; pages
 nobody else holds are evicted least recently used first, leaves before parents, before any sequence is preempted.
 """
@@ -67,7 +68,7 @@ class PrefixCache:
     def __init__(self, kv: KvPages, secret: bytes) -> None:
         self._kv = kv
         self._secret = secret
-        self._root = _Node(b"", -1, (), None)
+        self._roots: dict[str, _Node] = {}
         # Least recently used first. Touching walks from the leaf up, which keeps parents younger than their children:
         # one pass of evict then meets every leaf before its parent.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
@@ -76,10 +77,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Tokens[int], limit: int) -> Match:
-        """The longest cached prefix of `tokens`, at most `limit` positions; shared with the caller."""
+    def match(self, tokens: Tokens[int], limit: int, tenant: str = "") -> Match:
+        """The longest prefix of `tokens` cached for that tenant, at most `limit` positions; shared with the caller."""
         size = self._kv.page_tokens
-        node = self._root
+        node = self._root(tenant)
         path: list[_Node] = []
         while (len(path) + 1) * size <= limit:
             start = len(path) * size
@@ -101,16 +102,16 @@ class PrefixCache:
         for page in reversed(match.held):
             self._nodes.move_to_end(self._by_page[page].key)
 
-    def continuations(self, match: Match) -> int:
+    def continuations(self, match: Match, tenant: str = "") -> int:
         """Cached pages that come right after the whole pages of `match`, which are cached still.
 
         While that number stands and no page was given up, `match` would find the same again.
         """
-        end = self._by_page[match.pages[-1]] if match.pages else self._root
+        end = self._by_page[match.pages[-1]] if match.pages else self._root(tenant)
         return len(end.children)
 
-    def publish(self, tokens: Tokens[int], pages: Tokens[int]) -> list[int]:
-        """Remember that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
+    def publish(self, tokens: Tokens[int], pages: Tokens[int], tenant: str = "") -> list[int]:
+        """Remember for that tenant that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
 
         Returns the pages that the caller holds from now on: a prefix already known keeps its first page, which the
         caller gets for its duplicate. So whoever holds a cached page holds the pages of all its parents, and no page is
@@ -118,7 +119,7 @@ class PrefixCache:
         """
         size = self._kv.page_tokens
         held = list(pages)
-        known, node = self._deepest(pages)
+        known, node = self._deepest(pages, tenant)
         for i in range(known, len(pages)):
             page_tokens = tuple(tokens[i * size : (i + 1) * size])
             child = node.children.get(self._key(node.key, page_tokens))
@@ -172,13 +173,21 @@ class PrefixCache:
         """
         return (node for node in self._nodes.values() if self._kv.refs(node.page) == 1)
 
-    def _deepest(self, pages: Tokens[int]) -> tuple[int, _Node]:
+    def _deepest(self, pages: Tokens[int], tenant: str) -> tuple[int, _Node]:
         """The last of `pages` that is cached and how many pages lead to it: what is known need not be hashed again."""
         for i in range(len(pages) - 1, -1, -1):
             node = self._by_page.get(pages[i])
             if node is not None:
                 return i + 1, node
-        return 0, self._root
+        return 0, self._root(tenant)
+
+    def _root(self, tenant: str) -> _Node:
+        """Where the prefixes of a tenant begin. Tenants are few: each is a key of the configuration."""
+        root = self._roots.get(tenant)
+        if root is None:
+            word = hashlib.blake2b(tenant.encode(), key=self._secret, digest_size=16).digest()
+            root = self._roots[tenant] = _Node(word, -1, (), None)
+        return root
 
     def _add(self, parent: _Node, page: int, tokens: tuple[int, ...]) -> _Node:
         node = _Node(self._key(parent.key, tokens), page, tokens, parent)

@@ -49,7 +49,7 @@ class Placer:
 
     def place(self, seq: Sequence, running: int) -> bool:
         """Give a waiting sequence the pages of all its known tokens, cached ones first; False when there is no room."""
-        match = self._prefix.match(seq.tokens, reusable(seq)) if self._caching else Match()
+        match = self._prefix.match(seq.tokens, reusable(seq), seq.request.tenant) if self._caching else Match()
         hit = match.pages
         fresh_n = pages_for(len(seq.tokens), self._kv.page_tokens) - len(hit)
         fresh = self._kv.take(fresh_n) if self._scarcity.evict(fresh_n + running) else None
@@ -60,7 +60,7 @@ class Placer:
             # once nothing else runs.
             if match.held and not running and self._place_uncached(seq):
                 return True
-            continuations = self._prefix.continuations(match)
+            continuations = self._prefix.continuations(match, seq.request.tenant)
             self._shortage = _Shortage(seq, match, continuations, running, self._scarcity.eased)
             return False
         seq.pages = [*hit, *fresh]
@@ -80,7 +80,7 @@ class Placer:
         last = self._shortage
         if last is None or last.seq is not seq or last.eased != self._scarcity.eased:
             return False
-        if running < last.running or self._prefix.continuations(last.match) != last.continuations:
+        if running < last.running or self._prefix.continuations(last.match, seq.request.tenant) != last.continuations:
             return False
         # As another try would: what the head of the queue waits to use again is not the first to be given up.
         self._prefix.touch(last.match)
@@ -120,7 +120,7 @@ class Placer:
         """Let other sequences start from what this one has computed."""
         full = seq.computed // self._kv.page_tokens
         if self._caching and full > seq.published:
-            seq.pages[:full] = self._prefix.publish(seq.tokens, seq.pages[:full])
+            seq.pages[:full] = self._prefix.publish(seq.tokens, seq.pages[:full], seq.request.tenant)
             seq.published = full
 
     def withdraw(self, seq: Sequence) -> None:

@@ -98,8 +98,11 @@ async def _fulfil(client: Client, model: str, options: ModelsOptions) -> str:
             try:
                 return printable((await client.post(wish_path(model, options.action), query, Wished)).why)
             except Failed as error:
-                if error.status != 504 or left_s <= _ASK_S:
+                if error.status != 504:
                     raise
+                if left_s <= _ASK_S:
+                    late = f"{printable(model)} is still on its way after {format_seconds(options.timeout_s)}"
+                    raise Failed(late, error.status) from None
     finally:
         showing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

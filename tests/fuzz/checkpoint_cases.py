@@ -71,7 +71,8 @@ METADATA: tuple[tuple[str, int, Any], ...] = (
 )
 # The same vocabulary with the keys of the byte-level kind instead.
 BYTE_LEVEL: tuple[tuple[str, int, Any], ...] = (
-    *((key, kind, value) for key, kind, value in METADATA if key not in ("tokenizer.ggml.model", "tokenizer.ggml.scores")),
+    *((key, kind, value) for key, kind, value in METADATA if key not in ("tokenizer.ggml.model",
+    "tokenizer.ggml.scores")),
     ("tokenizer.ggml.model", STRING, "gpt2"),
     ("tokenizer.ggml.pre", STRING, "default"),
     ("tokenizer.ggml.merges", ARRAY, (STRING, ["a b", "ab c"])),
@@ -112,7 +113,7 @@ def gguf_bytes(metadata: Sequence[tuple[str, int, Any]], lines: Sequence[tuple[s
 
 
 def gguf_tensors(stored: Mapping[str, int]) -> tuple[list[tuple[str, tuple[int, ...], int, int]], bytes]:
-    """Header lines and data of all tensors; `stored` gives the type number of those that are not F32 (1 F16, 8 Q8_0)."""
+    """Header lines and data of all tensors; `stored` has the types of those that are not F32 (1 F16, 8 Q8_0)."""
     lines, data = [], b""
     for _, name, shape in TENSORS:
         kind = stored.get(name, 0)

@@ -17,20 +17,26 @@ from http_client import Script, cut
 SMUGGLED = b"GET /v1/smuggled HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
 PATHS = (
     b"/", b"/health", b"/v1/models", b"/v1/chat/completions", b"/nothing", b"/../../etc/passwd", b"/%2e%2e/%2f", b"/%",
-    b"/%zz", b"/%00", b"/\xff\xfe", b"/a?b=c&d=%ff", b"//", b"/v1/models/%F0%9F%98%80", b"/v1/models/" + b"a" * 3000, b"*",
+    b"/%zz", b"/%00", b"/\xff\xfe", b"/a?b=c&d=%ff", b"//", b"/v1/models/%F0%9F%98%80", b"/v1/models/" + b"a" * 3000,
+    b"*",
     b"http://[::1", b"http://x:99999/health", b"http://evil/health", b"//evil/health", b"/health#frag", b"?", b"",
     b"/v1/models/a/b/..%2f", b"http://", b"\\health", b"/health;x=1", b"/;", b"///v1//models", b"ht!tp://x/",
 )  # fmt: skip
-METHODS = (b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"CONNECT", b"PATCH", b"get", b"BREW", b"",
+METHODS = (b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"CONNECT", b"PATCH", b"get", b"BREW",
+           b"",
            b"G\x00T", b"PRI", b"A" * 300, b"P OST", b"\x16\x03\x01")  # fmt: skip
 VERSIONS = (b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/9.9", b"http/1.1", b"HTTP/1.1.1", b"HTTP/", b"",
             b"HTTP/1.10", b"HTTPS/1.1", b"HTTP/-1.1")  # fmt: skip
 HEADERS = (
-    b"Host: y", b"Host:", b": empty", b"No colon", b"Space : x", b"\tTab: x", b"X: a\x00b", b"X: \xff\xfe", b"X:" + b"a" * 9000,
-    b"X: " + b"a" * 40_000, b"X" * 20_000 + b": a", b" folded", b"X: a\rb", b"X: a\nY: b", b"Connection: close, keep-alive",
-    b"Connection: upgrade", b"Upgrade: websocket", b"Upgrade: h2c", b"Expect: 100-continue", b"Expect: nothing", b"TE: x",
+    b"Host: y", b"Host:", b": empty", b"No colon", b"Space : x", b"\tTab: x", b"X: a\x00b", b"X: \xff\xfe",
+    b"X:" + b"a" * 9000,
+    b"X: " + b"a" * 40_000, b"X" * 20_000 + b": a", b" folded", b"X: a\rb", b"X: a\nY: b",
+    b"Connection: close, keep-alive",
+    b"Connection: upgrade", b"Upgrade: websocket", b"Upgrade: h2c", b"Expect: 100-continue", b"Expect: nothing",
+    b"TE: x",
     b"Content-Encoding: gzip", b"Content-Type: multipart/form-data", b"Content-Type: \xff", b"X-Request-Id: a\tb",
-    b"X-Request-Id: " + b"i" * 500, b"Authorization: Bearer \xff", b"Range: bytes=0-", b"If-None-Match: *", b"Cookie: =;=",
+    b"X-Request-Id: " + b"i" * 500, b"Authorization: Bearer \xff", b"Range: bytes=0-", b"If-None-Match: *",
+    b"Cookie: =;=",
     b"Accept-Encoding: gzip", b"Keep-Alive: timeout=-1", b"Origin: null", b"Forwarded: for=x", b"Transfer-Encoding:",
 )  # fmt: skip
 # Two framings of one request: which of them counts decides where the next one begins.
@@ -42,15 +48,19 @@ FRAMINGS = (
     b"Transfer-Encoding: chunked, identity", b"Transfer-Encoding: xchunked", b"Transfer-Encoding: chunked, chunked",
     b"Transfer-Encoding: identity, chunked\r\nContent-Length: 5", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: x",
     b"Transfer-Encoding : chunked", b"Transfer-Encoding:\x0bchunked", b"Transfer-Encoding: chun\x00ked",
-    b" Transfer-Encoding: chunked", b"Content-Length: 5\r\n Content-Length: 6", b"Content_Length: 5\r\nContent-Length : 5",
+    b" Transfer-Encoding: chunked", b"Content-Length: 5\r\n Content-Length: 6",
+    b"Content_Length: 5\r\nContent-Length : 5",
 )  # fmt: skip
-CHUNKS = (b"0x5\r\nhello\r\n", b"-5\r\nhello\r\n", b"5 \r\nhello\r\n", b"+5\r\nhello\r\n", b"g\r\nhello\r\n", b"5\nhello\n",
-          b"5\r\nhelloXX", b"5\r\nhell\r\n", b"ffffffffffffffffff\r\nhello\r\n", b"\r\nhello\r\n", b"5;a=\x00b\r\nhello\r\n",
-          b"5;" + b"e" * 30_000 + b"\r\nhello\r\n", b"5_0\r\nhello\r\n", b"\xd9\xa5\r\nhello\r\n", b"5\r\nhello", b"5\rhello\r\n")  # fmt: skip
+CHUNKS = (b"0x5\r\nhello\r\n", b"-5\r\nhello\r\n", b"5 \r\nhello\r\n", b"+5\r\nhello\r\n", b"g\r\nhello\r\n",
+          b"5\nhello\n",
+          b"5\r\nhelloXX", b"5\r\nhell\r\n", b"ffffffffffffffffff\r\nhello\r\n", b"\r\nhello\r\n",
+          b"5;a=\x00b\r\nhello\r\n",
+          b"5;" + b"e" * 30_000 + b"\r\nhello\r\n", b"5_0\r\nhello\r\n", b"\xd9\xa5\r\nhello\r\n", b"5\r\nhello",
+          b"5\rhello\r\n")  # fmt: skip
 
 
 class Fate(enum.Enum):
-    """ANSWERED: one answer to each request, in order. REFUSED: at most one answer, an error, and the connection ends; what
+    """ANSWERED: one answer to each request, in order. REFUSED: at most one answer, an error, then the end; what
     follows is never read as a request. ANY: answers or an end, but nothing worse. UNHEARD: the client does not listen.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -144,4 +145,4 @@ def _chunks(raw: bytes) -> tuple[bytes, bytes]:
 def cut(raw: bytes, places: Sequence[int]) -> tuple[bytes, ...]:
     """`raw` in pieces, cut at these places."""
     borders = [0, *sorted(p for p in places if 0 < p < len(raw)), len(raw)]
-    return tuple(raw[a:b] for a, b in zip(borders, borders[1:], strict=False) if a < b)
+    return tuple(raw[a:b] for a, b in itertools.pairwise(borders) if a < b)

@@ -1,6 +1,7 @@
 """Bodies for chat and completions by grammar-aware mutation, as the bytes that a client would send.
 
-A case keeps what is known of it: whether it is JSON at all, and its fields as the standard library reads them. `MARK` is
+A case keeps what is known of it: whether it is JSON at all,
+and its fields as the standard library reads them. `MARK` is
 in every value that a client would call its own; an answer that repeats it has quoted the client. `NAME` is in the names
 that it made up, which an answer may repeat to name a field.
 """
@@ -55,7 +56,8 @@ BASES: tuple[tuple[str, dict[str, Any]], ...] = (
         "stream": False, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2,
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": f"{MARK} a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": MARK, "type": "function", "function": {"name": MARK, "arguments": "{}"}}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": MARK, "type": "function",
+            "function": {"name": MARK, "arguments": "{}"}}]},
             {"role": "tool", "content": MARK, "tool_call_id": MARK}, {"role": "user", "content": "x", "name": MARK},
         ],
     }),
@@ -69,8 +71,8 @@ BASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """kind is "chat" or "completion". fields are what a forgiving reader finds, None where that is no object; strict says
-    that a strict one finds the same.
+    """kind is "chat" or "completion". fields are what a forgiving reader finds, None where that is no object; strict
+    says that a strict one finds the same.
     """
 
     kind: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,9 +70,10 @@ def check_weights(loaded: Loaded) -> None:
     """Rows as they are in the file, at the places that its header names, and every place inside it and apart."""
     checkpoint, weights = loaded.checkpoint, loaded.weights
     places = sorted((entry.offset, entry.offset + entry.nbytes) for entry in checkpoint.tensors.values())
-    assert all(before[1] <= after[0] for before, after in zip(places, places[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(places))
     assert all(0 < low <= high <= entry.file.size_bytes
-               for entry in checkpoint.tensors.values() for low, high in [(entry.offset, entry.offset + entry.nbytes)])  # fmt: skip
+               for entry in checkpoint.tensors.values() for low, high in [(entry.offset,
+               entry.offset + entry.nbytes)])  # fmt: skip
     embed = "token_embd.weight" if checkpoint.is_gguf else "model.embed_tokens.weight"
     down = "blk.0.ffn_down.weight" if checkpoint.is_gguf else "model.layers.0.mlp.down_proj.weight"
     norm = "output_norm.weight" if checkpoint.is_gguf else "model.norm.weight"

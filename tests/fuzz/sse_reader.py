@@ -1,4 +1,4 @@
-"""A strict reader of event streams, written from the standard alone; it accepts only what this server promises to write.
+"""A strict reader of event streams, written from the standard; it accepts only what this server promises to write.
 
 Each event is one data line and an empty line, lines end in a line feed, comments start with a colon. It is fed in
 pieces as they come off a socket, cut anywhere.

@@ -1,4 +1,4 @@
-"""Hugging Face folders whose safetensors header or config lies: `BadModel`, or the weights that the file really holds."""
+"""Hugging Face folders whose safetensors header or config lies: `BadModel`, or the weights that the file holds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def make(rng: random.Random) -> Case:
     if kind < 0.92:
         for _ in range(rng.choice((1, 1, 2, 3))):
             config[rng.choice((*config, "rope_scaling", "quantization_config", "sliding_window", "hidden_act",
-                               "attention_bias", "mlp_bias", "auto_map", "use_sliding_window"))] = rng.choice(ODD)  # fmt: skip
+                               "attention_bias", "mlp_bias", "auto_map",
+                               "use_sliding_window"))] = rng.choice(ODD)  # fmt: skip
         return Case(HONEST.raw, json.dumps(config).encode())
     if kind < 0.96:
         return Case(HONEST.raw, scribble(rng, HONEST.config))

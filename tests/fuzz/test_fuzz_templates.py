@@ -22,7 +22,8 @@ from janus_server.tokens.template import ChatTemplate
 
 WORKERS = 2
 NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "message", "loop", "ns", "m", "i", "self", "cycler",
-         "range", "dict", "lipsum", "joiner", "namespace", "raise_exception", "strftime_now", "undefined_name")  # fmt: skip
+         "range", "dict", "lipsum", "joiner", "namespace", "raise_exception", "strftime_now",
+         "undefined_name")  # fmt: skip
 ATTRIBUTES = (
     "content", "role", "name", "tool_calls", "index", "first", "last", "length", "items", "upper", "strip", "split",
     "format", "format_map", "join", "replace", "__class__", "__mro__", "__subclasses__", "__globals__", "__init__",
@@ -43,9 +44,10 @@ CONSTANTS = ("0", "1", "-1", "3", "99999999999", "1e300", "'a'", "''", "'<|im_st
 COSTLY = (
     "{% for i in range(99999999) %}x{% endfor %}",
     "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
-    "{{ 'x' * 999999999999 }}", "{{ 'x' | center(9999999999) }}", "{{ 9 ** 9 ** 9 }}", "{{ '%999999999d' | format(1) }}",
+    "{{ 'x' * 999999999999 }}", "{{ 'x' | center(9999999999) }}", "{{ 9 ** 9 ** 9 }}",
+    "{{ '%999999999d' | format(1) }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ [1] * 10 ** 10 }}", "{{ range(10 ** 9) | list | length }}",
-    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in range(999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
     "{{ '{:>999999999}'.format('x') }}", "{{ ('a' * 100000) | wordwrap(1) | wordwrap(1) | length }}",
 )  # fmt: skip
 ESCAPES = (
@@ -54,7 +56,8 @@ ESCAPES = (
     "{{ namespace.__init__.__globals__['os'] }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}{{ os }}",
     "{{ messages | map(attribute='__class__') | list }}", "{{ raise_exception.__globals__ }}", "{{ loop }}",
     "{% set x = ''|attr('__class__') %}{{ x }}", "{{ ''['__class__'] }}", "{{ strftime_now('%Y' * 99999) }}",
-    "{{ joiner.__init__.__globals__.sys.modules }}", "{% extends messages %}", "{{ dict(a=1).__class__ }}", "{{ range }}",
+    "{{ joiner.__init__.__globals__.sys.modules }}", "{% extends messages %}", "{{ dict(a=1).__class__ }}",
+    "{{ range }}",
 )  # fmt: skip
 # What may never stand in a prompt: a file, or something that only a forbidden attribute leads to. (A template may write
 # its own joiner as text, silly as that is.)
@@ -105,7 +108,8 @@ def _statement(rng: random.Random, depth: int) -> str:
         case 5:
             return f"{{% set {name} = {_value(rng, 2)} %}}{inner}"
         case 6:
-            return f"{{% set ns = namespace(a={_value(rng, 1)}) %}}{{% set ns.a = {_value(rng, 1)} %}}{inner}{{{{ ns.a }}}}"
+            made, later = _value(rng, 1), _value(rng, 1)
+            return f"{{% set ns = namespace(a={made}) %}}{{% set ns.a = {later} %}}{inner}{{{{ ns.a }}}}"
         case 7:
             return f"{{% macro f({name}) %}}{inner}{{% endmacro %}}{{{{ f({_value(rng, 1)}) }}}}"
         case _:
@@ -145,7 +149,8 @@ def _message(rng: random.Random) -> Any:
     message: dict[str, Any] = {"role": rng.choice(("user", "assistant", "system", "tool", "", "é", None))}
     if rng.random() < 0.9:
         message["content"] = rng.choice((
-            "hello", "", None, "{{ 7 * 7 }}", "<|im_end|>", "\x00\u2028😀", "x" * 5000, [{"type": "text", "text": "a"}], [],
+            "hello", "", None, "{{ 7 * 7 }}", "<|im_end|>", "\x00\u2028😀", "x" * 5000, [{"type": "text",
+            "text": "a"}], [],
             [{"type": "image_url"}], [3], {"a": 1},
         ))  # fmt: skip
     if rng.random() < 0.2:

@@ -242,7 +242,7 @@ class TestPrefixCache:
 
 def _cached(kv: KvPages, cache: PrefixCache, tokens: list[int]) -> bool:
     """Is the whole of `tokens` cached? Looks without touching the order of use."""
-    node = cache._root
+    node = cache._root("")
     for start in range(0, len(tokens), kv.page_tokens):
         found = [c for c in node.children.values() if list(c.tokens) == tokens[start : start + kv.page_tokens]]
         if not found:

@@ -52,10 +52,14 @@ class QueueBounds(msgspec.Struct, frozen=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call asks for. prompt_tokens over all its prompts; most_tokens is what its choices may make together."""
+    """What a call asks for. prompt_tokens over all its prompts; most_tokens is what its choices may make together.
+
+    param is the field of the body that holds the prompts.
+    """
 
     key: str
     model: str
+    param: str
     prompt_tokens: int
     most_tokens: int
     choices: int
@@ -212,16 +216,8 @@ class Admission:
     def open_calls(self) -> int:
         return len(self._open)
 
-    def may_use(self, key: str, model: str) -> bool:
-        models = self._keys.get(key, self._anybody).limits.models
-        return models is None or model in models
-
     def _hopeless(self, ticket: Ticket, key: _KeyState) -> Refused | None:
         """What no waiting can help."""
-        if not self.may_use(ticket.key, ticket.model):
-            # As for a model that is not there: a key does not learn what others are served.
-            message = "no model of that name is served here; GET /v1/models lists those that are"
-            return Refused(message, status=404, param="model", code="model_not_found")
         most = key.limits.tokens_per_request
         if most is not None and ticket.total_tokens > most:
             return Refused(
@@ -236,7 +232,7 @@ class Admission:
             return Refused(
                 f"one call may have {bound.choices} choices and {bound.tokens} prompt tokens here, and this one has "
                 f"{ticket.choices} and {ticket.prompt_tokens}; send it in parts",
-                param="prompt", code="call_too_large",
+                param=ticket.param, code="call_too_large",
             )  # fmt: skip
         return None
 

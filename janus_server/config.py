@@ -120,13 +120,13 @@ def default_memory_bytes() -> int:
 
 def default_cache_dir() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/janus/kernels, else ~/.cache/janus/kernels."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rule: a relative path is invalid and must be ignored.
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "janus" / "kernels"
+    from janus_server.kernels.build import cache_dir
+
+    return cache_dir(os.environ)
 
 
 def run_folders() -> tuple[Path, ...]:
-    """Where a running server leaves what only its user may read, best first: $XDG_RUNTIME_DIR/janus, ~/.cache/janus/run."""
+    """Where a server leaves what only its user may read: $XDG_RUNTIME_DIR/janus, or else ~/.cache/janus/run."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     first = (Path(base) / "janus",) if base.startswith("/") else ()
     return (*first, default_cache_dir().with_name("run"))

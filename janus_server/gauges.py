@@ -7,7 +7,7 @@ label holds anything but model names, fixed words and numbers of the configurati
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -57,11 +57,11 @@ class Gauged(Protocol):
 
 
 class Joined:
-    """What `generate_latest` walks: the registry without its creation times, then the node's gauges."""
+    """What `generate_latest` walks: the registry without its creation times, then what was read of the node."""
 
-    def __init__(self, registry: CollectorRegistry, node: Gauged) -> None:
+    def __init__(self, registry: CollectorRegistry, gauges: Sequence[Metric]) -> None:
         self._registry = registry
-        self._node = node
+        self._gauges = gauges
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._all():
@@ -74,10 +74,15 @@ class Joined:
         for metric in self._registry.collect():
             metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
             yield metric
-        yield from _queue_families(self._node)
-        yield from _model_families(self._node)
-        yield from _batcher_families(self._node.stats())
-        yield from _pool_families(self._node)
+        yield from self._gauges
+
+
+def read(node: Gauged) -> Iterator[Metric]:
+    """The node's gauges as they stand. On the loop."""
+    yield from _queue_families(node)
+    yield from _model_families(node)
+    yield from _batcher_families(node.stats())
+    yield from _pool_families(node)
 
 
 def _renamed(metric: Metric, name: str) -> Metric:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from janus_server.catalogue import OpenedModel, tokenizer_of
 from janus_server.config import ServeConfig
 from janus_server.engine import engine_of
-from janus_server.errors import BadConfig, BadModel, Bug, Refused, require
+from janus_server.errors import BadConfig, BadModel, require
 from janus_server.executor import DeviceThread, Engine
 from janus_server.fork import offer_of, want_of
 from janus_server.instance import Flow, ServedModel, Streams
@@ -123,15 +123,12 @@ class Lifecycle:
         return Report(node, busy)
 
     async def prepare(self, name: str) -> ServedModel:
-        """The model as the API uses it, whatever its stage: its tokenizer is read when first asked for."""
+        """The model as it is asked for, whatever its stage: its tokenizer is read at first. BadModel, OSError."""
         resident = self.residents[name]
         if resident.served is None:
             async with resident.preparing:
                 if resident.served is None:
-                    await self._prepare(resident)
-        require(resident.served is not None, "prepared models can be served")
-        if resident.served is None:  # for the type checker; `require` has raised
-            raise Bug(name)
+                    resident.served = await self._served(resident)
         return resident.served
 
     async def obey(self, order: Order) -> Done | Failed | None:
@@ -363,16 +360,12 @@ class Lifecycle:
             resident.engine = engine_of(opened, weights, self._config, self._xtensor, self._kernels, self._scarcity)
         return resident.engine
 
-    async def _prepare(self, resident: Resident) -> None:
+    async def _served(self, resident: Resident) -> ServedModel:
+        """The model's face, with its tokenizer. BadModel where that cannot be read."""
         opened = resident.opened
-        try:
-            tokenizer = await asyncio.to_thread(tokenizer_of, opened, self._renderers)
-        except (BadModel, OSError) as error:
-            log.error("%s: its tokenizer cannot be read: %s", opened.name, error)
-            raise Refused(UNREADABLE, status=503, kind="server_error", code="model_failed") from None
-        target = opened.target(tokenizer)
+        tokenizer = await asyncio.to_thread(tokenizer_of, opened, self._renderers)
         card = opened.card(self._config.prefix_cache)
-        resident.served = ServedModel(card, target, tokenizer, resident.flow, self._streams)
+        return ServedModel(card, opened.target(tokenizer), tokenizer, resident.flow, self._streams)
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""

@@ -8,11 +8,14 @@ anything a client wrote.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
 
 from janus_server import types
 from janus_server.api.plan import Call
-from janus_server.gauges import ENGINE, LABELS, Gauged, Joined
+from janus_server.gauges import ENGINE, LABELS, Joined
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,11 +83,14 @@ class Metrics:
             self._models[name] = ModelMetrics(self, name)
         return self._models[name]
 
-    def render(self, node: Gauged) -> bytes:
-        """The text of /metrics."""
-        for name in node.cards:
+    def render(self, gauges: Sequence[Metric], active: Sequence[str]) -> bytes:
+        """The text of /metrics, with what `gauges.read` found. Any thread.
+
+        The series of a model exist once it is Active; a cold one of a hundred has nothing to tell.
+        """
+        for name in active:
             self.model(name)
-        return generate_latest(Joined(self.registry, node))
+        return generate_latest(Joined(self.registry, gauges))
 
     def _counter(self, name: str, text: str, more: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, (*LABELS, *more), registry=self.registry)

@@ -16,6 +16,7 @@ from typing import ParamSpec
 
 from janus_server.catalogue import OpenedModel, open_models
 from janus_server.config import ServeConfig
+from janus_server.errors import BadModel, Refused
 from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
 from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.choose import choose
@@ -24,7 +25,7 @@ from janus_server.kv.host import HostCopies
 from janus_server.kv.touch import TouchAhead
 from janus_server.kv.xtensor import XTensor
 from janus_server.leader import Leader
-from janus_server.lifecycle import Lifecycle, Progress
+from janus_server.lifecycle import UNREADABLE, Lifecycle, Progress
 from janus_server.observe.log import decision
 from janus_server.operate import Operator
 from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
@@ -144,7 +145,11 @@ class Node:
         """The model of that name, ready to take requests (it may have to be loaded for them); None when unknown."""
         if self._lifecycle is None or name not in self._lifecycle.residents:
             return None
-        return await self._lifecycle.prepare(name)
+        try:
+            return await self._lifecycle.prepare(name)
+        except (BadModel, OSError) as error:
+            log.error("%s: its tokenizer cannot be read: %s", name, error)
+            raise Refused(UNREADABLE, status=503, kind="server_error", code="model_failed") from None
 
     def stats(self) -> Mapping[str, BatcherStats]:
         return self._stats

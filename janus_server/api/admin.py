@@ -186,7 +186,7 @@ class ModelEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     done_bytes: Count | UnsetType = UNSET
     total_bytes: Count | UnsetType = UNSET
     accepted: bool | UnsetType = UNSET
-    retry_after_s: float | None | UnsetType = UNSET
+    retry_after_s: float | UnsetType | None = UNSET
     count: Count | UnsetType = UNSET
 
 

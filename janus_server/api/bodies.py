@@ -30,7 +30,8 @@ MOST_BIAS = 100.0
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds on one request; beyond them it is refused before it costs anything.
 
-    total_tokens bounds n · prompts · max_tokens of one call. logprobs is 20 in both APIs, although OpenAI's completions
+    parts bounds the content parts and tool calls of all messages: a walk through so many takes some 30 ms of the loop's
+    time. total_tokens bounds n · prompts · max_tokens of one call. logprobs is 20 in both APIs, although OpenAI's completions
     stop at 5; scores bounds the log probabilities that one call may have written of its prompts (1 + logprobs a token
     and choice), embedding_values the numbers of all its embeddings. stall_s is how long a reader may leave a full
     socket before its request is cancelled. Text longer than inline_chars is encoded on a thread of its own (2048
@@ -52,6 +53,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 1024
     choices: int = 2048
     messages: int = 4096
+    parts: int = 16384
     tools: int = 128
     tool_bytes: int = 256 * 1024
     tool_depth: int = 64

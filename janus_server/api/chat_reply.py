@@ -197,11 +197,13 @@ def _cutters(call: Call) -> list[_Cutter]:
 
 
 def _logprobs(entries: Sequence[types.TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    content = []
-    for entry in entries:
-        top = [_token(token, value, tokenizer) for token, value in entry.top]
-        content.append({**_token(entry.token, entry.logprob, tokenizer), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return {"content": [told_logprob(entry, tokenizer) for entry in entries], "refusal": None}
+
+
+def told_logprob(entry: types.TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The log probability of one token as OpenAI's APIs for messages tell it."""
+    top = [_token(token, value, tokenizer) for token, value in entry.top]
+    return {**_token(entry.token, entry.logprob, tokenizer), "top_logprobs": top}
 
 
 def _token(token: int, value: float, tokenizer: Tokenizer) -> dict[str, Any]:

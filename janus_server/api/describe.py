@@ -19,8 +19,8 @@ STATUSES: Mapping[str, str] = types.MappingProxyType({
     "stream": "Server-sent events where the body has stream true: `data: ` and a JSON text, then an empty line. Lines "
     "that begin with a colon keep the connection alive. Trouble after the first event is an event with `error`; the "
     "last event is `data: [DONE]`.",
-    "events": "Server-sent events: `data: ` and a JSON text, then an empty line. Lines that begin with a colon keep the "
-    "connection alive. When the server stops, the last event is `data: [DONE]`.",
+    "events": "Server-sent events: `data: ` and a JSON text, then an empty line. Lines that begin with a colon keep "
+    "the connection alive. When the server stops, the last event is `data: [DONE]`.",
     "400": "The request cannot be served as it stands; `param` names the field and `message` says what is allowed",
     "401": "A key is missing or unknown",
     "403": "The key or the origin of the request may not do this",

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from janus_server.api import bodies, parse
 from janus_server.api.bodies import NAME_CHARS, Limits, NotYet, Positive
-from janus_server.api.parse import need
+from janus_server.api.checks import need, refuse_given
 from janus_server.api.plan import Call, Kind, Label, Target, check_ids
 from janus_server.errors import Refused, require
 from janus_server.types import Delta, Pooling, Request
@@ -75,9 +75,7 @@ ALLOWED: Mapping[str, str] = types.MappingProxyType({
 def parse_embedding(raw: bytes, limits: Limits) -> EmbeddingBody:
     """The body of /v1/embeddings, its fields in range; what depends on the model is checked by `plan_embeddings`."""
     body = parse.decode(raw, EmbeddingBody, ALLOWED)
-    if body.truncate_prompt_tokens is not None:
-        raise Refused("truncate_prompt_tokens is not supported yet", param="truncate_prompt_tokens",
-                      code="unsupported_parameter")  # fmt: skip
+    refuse_given(body, ("truncate_prompt_tokens",))
     inputs = inputs_of(body)
     need(len(inputs) <= limits.inputs, "input", f"at most {limits.inputs} inputs in one call")
     need(len(inputs) > 0 and all(inputs), "input", ALLOWED["input"])
@@ -114,7 +112,7 @@ def plan_embeddings(
                 f"{place} has {len(prompt)} tokens, more than the model's context of {target.context_tokens} tokens",
                 param="input", code="context_length_exceeded",
             )  # fmt: skip
-        check_ids(prompt, target.vocab, name, "input")
+        check_ids(prompt, target.vocab, name, Kind.EMBEDDING.param)
     pooling = target.pooling if body.pooling is None else Pooling(body.pooling)
     requests = tuple(
         Request(id=f"{label.id}-{i}", model=target.model, prompt=tuple(prompt), max_tokens=0, pooling=pooling)

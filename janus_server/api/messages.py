@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from janus_server.api.bodies import NAME_CHARS, Limits, Natural, NotYet, Positive, Unit, plain_fields
-from janus_server.api.parse import decode, need
-from janus_server.api.translation import MOST_PARTS, Translated, Turns, choose, json_of, required, translated
+from janus_server.api.checks import need, refuse_given
+from janus_server.api.parse import decode
+from janus_server.api.translation import Translated, Turns, choose, json_of, required, translated
 from janus_server.errors import Refused
 
 STATEFUL = ("container", "mcp_servers", "context_management")
@@ -154,16 +155,13 @@ def chat_of_messages(body: CountBody, limits: Limits) -> Translated:
 
 
 def _check(body: CountBody, limits: Limits) -> None:
-    for name in STATEFUL:
-        value = getattr(body, name)
-        if not (value is None or value is False or value == "" or value == [] or value == {}):
-            raise Refused(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    refuse_given(body, STATEFUL, "is not supported here")
     need(len(body.tools or ()) <= limits.tools, "tools", f"at most {limits.tools} tools")
     messages = body.messages
     need(0 < len(messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
     blocks = [block for message in messages if not isinstance(message.content, str) for block in message.content]
     inner = sum(len(block.content) for block in blocks if isinstance(block.content, list))
-    need(len(blocks) + inner <= MOST_PARTS, "messages", f"of at most {MOST_PARTS} blocks together")
+    need(len(blocks) + inner <= limits.parts, "messages", f"of at most {limits.parts} blocks together")
     first = next((i for i, message in enumerate(messages) if message.role != "system"), 0)
     need(messages[first].role != "assistant", f"messages[{first}].role", '"user": a conversation begins with the user')
     last = len(messages) - 1

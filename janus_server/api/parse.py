@@ -16,6 +16,7 @@ import msgspec
 
 from janus_server.api import bodies
 from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server.api.checks import need, refuse_given
 from janus_server.api.tools import check_tools
 from janus_server.errors import Refused
 
@@ -46,6 +47,10 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
     """Refuse a chat body whose fields are out of range, or do not go together."""
     _check_common(body, limits, bodies.UNSUPPORTED_CHAT)
     need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
+    parts = sum(
+        len(held) for one in body.messages for held in (one.content, one.tool_calls) if isinstance(held, list)
+    )
+    need(parts <= limits.parts, "messages", f"of at most {limits.parts} parts together")
     check_tools(body, limits)
     need(body.add_special_tokens is not True, "add_special_tokens", "false in chat: the template writes them")
     if body.top_logprobs:
@@ -179,23 +184,8 @@ def _not_finite(raw: bytes) -> str | None:
 # Checks
 
 
-def need(condition: bool, param: str, allowed: str) -> None:
-    """Refuse `param` unless the condition holds: it must be what `allowed` says."""
-    if not condition:
-        raise Refused(f"{param} must be {allowed}", param=param, code="invalid_value")
-
-
-def _not_yet(param: str, how: str = "") -> Refused:
-    text = f"{param} {how} is not supported yet" if how else f"{param} is not supported yet"
-    return Refused(text, param=param, code="unsupported_parameter")
-
-
 def _check_common(body: CommonBody, limits: Limits, unsupported: Sequence[str]) -> None:
-    for name in unsupported:
-        value = getattr(body, name)
-        # 0 is a request for some of these (prompt_logprobs); false, null and empty are how clients say "no".
-        if not (value is None or value is False or value == "" or value == [] or value == {}):
-            raise _not_yet(name)
+    refuse_given(body, unsupported)
     need(body.n is None or body.n <= limits.n, "n", f"from 1 to {limits.n}")
     stops = stops_of(body)
     need(len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings")

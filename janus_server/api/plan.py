@@ -16,8 +16,9 @@ import msgspec
 
 from janus_server import types
 from janus_server.api.bodies import ChatBody, CommonBody, CompletionBody, Limits
+from janus_server.api.checks import need
 from janus_server.api.dialect import Dialect
-from janus_server.api.parse import need, prompts_of, stops_of
+from janus_server.api.parse import prompts_of, stops_of
 from janus_server.api.speech import Style
 from janus_server.api.structured import field_of, grammar_of
 from janus_server.errors import Refused
@@ -28,9 +29,15 @@ GREEDY_BELOW = 1e-5
 
 
 class Kind(enum.Enum):
-    CHAT = "chat"
-    COMPLETION = "completion"
-    EMBEDDING = "embedding"
+    """What a call is, and `param`: the field of its body that its prompts come from."""
+
+    CHAT = ("chat", "messages")
+    COMPLETION = ("completion", "prompt")
+    EMBEDDING = ("embedding", "input")
+
+    def __init__(self, word: str, param: str) -> None:
+        self.word = word
+        self.param = param
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -174,7 +181,7 @@ def _plan(
     requests = []
     for i, (prompt, id_list) in enumerate(zip(prompts, id_lists, strict=True)):
         max_tokens = _max_tokens(kind, body, len(prompt), target.context_tokens, budget)
-        check_ids(prompt, target.vocab, id_list, "messages" if kind is Kind.CHAT else "prompt")
+        check_ids(prompt, target.vocab, id_list, kind.param)
         need((body.min_tokens or 0) <= max_tokens, "min_tokens", "at most max_tokens")
         seed = _prompt_seed(label, i) if body.seed is None else body.seed
         requests.append(
@@ -254,13 +261,13 @@ def _sampling(body: CommonBody, target: Target, logprobs: int | None) -> types.S
 
 def _max_tokens(kind: Kind, body: CommonBody, prompt: int, context: int, budget: int) -> int:
     """How many tokens may be made for a prompt of `prompt` tokens; `budget` is a choice's share of the call's total."""
-    need(prompt > 0, "messages" if kind is Kind.CHAT else "prompt", "at least one token long")
+    need(prompt > 0, kind.param, "at least one token long")
     room = context - prompt
     asked = _given(body.max_completion_tokens, body.max_tokens)
     if room < (0 if asked == 0 else 1):
         raise Refused(
             f"the prompt has {prompt} tokens, but the model's context of {context} tokens must hold it and an answer",
-            param="messages" if kind is Kind.CHAT else "prompt",
+            param=kind.param,
             code="context_length_exceeded",
         )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

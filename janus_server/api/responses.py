@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from janus_server.api.bodies import NAME_CHARS, Limits, Natural, NotYet, Positive, Unit, plain_fields
-from janus_server.api.parse import decode, need
-from janus_server.api.translation import MOST_PARTS, Translated, Turns, choose, json_of, missing, required, translated
+from janus_server.api.checks import need, refuse_given
+from janus_server.api.parse import decode
+from janus_server.api.translation import Translated, Turns, choose, json_of, missing, required, translated
 from janus_server.errors import Refused
 
 LOGPROBS = "message.output_text.logprobs"
@@ -113,11 +114,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 def parse_responses(raw: bytes, limits: Limits) -> ResponsesBody:
     """The body of /v1/responses, its fields in range."""
     body = decode(raw, ResponsesBody, ALLOWED)
-    for name in STATELESS:
-        value = getattr(body, name)
-        if not (value is None or value is False or value == "" or value == []):
-            message = f"{name} is not supported: this server keeps nothing between calls; send the whole conversation"
-            raise Refused(message, param=name, code="unsupported_parameter")
+    why = "is not supported: this server keeps nothing between calls; send the whole conversation"
+    refuse_given(body, STATELESS, why)
     pairs = body.metadata or {}
     fitting = len(pairs) <= 16 and all(len(key) <= 64 and len(value) <= 512 for key, value in pairs.items())
     need(fitting, "metadata", ALLOWED["metadata"])
@@ -128,7 +126,7 @@ def parse_responses(raw: bytes, limits: Limits) -> ResponsesBody:
         parts = sum(
             len(held) for i in body.input for held in (i.content, i.output, i.summary) if isinstance(held, list)
         )
-        need(parts <= MOST_PARTS, "input", f"items of at most {MOST_PARTS} parts together")
+        need(parts <= limits.parts, "input", f"items of at most {limits.parts} parts together")
     return body
 
 

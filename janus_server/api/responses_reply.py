@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from janus_server import types
+from janus_server.api.chat_reply import told_logprob
 from janus_server.api.plan import Call
-from janus_server.api.reply import UNLIKELY, Tally, error_body
+from janus_server.api.reply import Tally, error_body
 from janus_server.api.responses import ResponsesBody
 from janus_server.api.speech import Piece, Said, Thought, ToolArguments, ToolOpened
 from janus_server.api.translation import Heard, Listener, event
@@ -113,7 +114,7 @@ class _Draft:
         if heard.thought:
             self._reasoning_tokens += len(delta.tokens)
         elif self._call.logprobs:
-            self._waiting.extend(self._logprob(entry) for entry in delta.logprobs)
+            self._waiting.extend(told_logprob(entry, self._tokenizer) for entry in delta.logprobs)
         for piece in heard.pieces:
             self._write(piece)
         if delta.finish is not None:
@@ -217,15 +218,6 @@ class _Draft:
         if self._items and self._items[-1].status == "in_progress":
             lost = self._items[-1].number in self._lost
             self._items[-1].close("incomplete" if lost else status, self._emit, self._waiting)
-
-    def _logprob(self, entry: types.TokenLogprob) -> dict[str, Any]:
-        top = [self._token(token, value) for token, value in entry.top]
-        return {**self._token(entry.token, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token: int, value: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        logprob = value if value > UNLIKELY else UNLIKELY  # NaN compares false, and is as unlikely
-        return {"token": self._tokenizer.token_text(token), "bytes": list(raw), "logprob": logprob}
 
 
 # How the text of each kind of item is called: the prefix of the item's id, and the event that tells of more of it.

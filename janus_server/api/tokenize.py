@@ -1,22 +1,22 @@
 """The bodies and answers of /tokenize, /detokenize and /tokenizer_info, as vLLM shapes them.
 
 Pure. `http/tokenize` calls `parse_*`, lets the tokenizer work, and encodes one of the answers here; `openapi` reads the
-same records. What a prompt becomes here is what /v1/completions would run, and likewise for messages and chat.
+same records. What a prompt becomes here is what /v1/completions would run; messages are checked and encoded as chat's.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from janus_server.api import bodies, parse
-from janus_server.api.bodies import NAME_CHARS, Limits, Message, NotYet
-from janus_server.api.parse import need
-from janus_server.errors import Refused
+from janus_server.api.bodies import NAME_CHARS, ChatBody, Limits, Message, NotYet
+from janus_server.api.checks import need, refuse_given
+from janus_server.api.tool_bodies import NamedChoice, Tool
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
 
@@ -30,7 +30,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: NotYet = None
     chat_template: NotYet = None
@@ -74,34 +76,35 @@ ALLOWED: Mapping[str, str] = types.MappingProxyType({
     **bodies.plain_fields(TokenizeBody),
     "model": f"the name of a served model, a string of 1 to {NAME_CHARS} characters",
     "tokens": "a list of token ids",
-    "tools": "a list of objects",
 })  # fmt: skip
 
 
 def parse_tokenize(raw: bytes, limits: Limits) -> TokenizeBody:
     """The body of /tokenize; exactly one of prompt and messages is given."""
     body = parse.decode(raw, TokenizeBody, ALLOWED)
-    for name in ("continue_final_message", "chat_template"):
-        if getattr(body, name):
-            raise Refused(f"{name} is not supported yet", param=name, code="unsupported_parameter")
+    refuse_given(body, ("continue_final_message", "chat_template"))
     if body.messages is None:
         need(body.prompt is not None, "prompt", "given, or messages instead of it")
         return body
     need(body.prompt is None, "prompt", "left out when messages are given")
-    need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
-    need(body.add_special_tokens is not True, "add_special_tokens", "false for messages: the template writes them")
+    parse.check_chat(chat_of(body), limits)
     return body
 
 
+def chat_of(body: TokenizeBody) -> ChatBody:
+    """The chat body that has the prompt of these messages: with every field that a prompt depends on."""
+    return ChatBody(
+        model=body.model or "",
+        messages=body.messages or [],
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        reasoning_effort=body.reasoning_effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
 def parse_detokenize(raw: bytes) -> DetokenizeBody:
-    """The body of /detokenize; `check_ids` checks its ids against the model that it names."""
+    """The body of /detokenize; `plan.check_ids` checks its ids against the model that it names."""
     return parse.decode(raw, DetokenizeBody, ALLOWED)
-
-
-def check_ids(tokens: Sequence[int], vocab: int) -> None:
-    """Refuse ids outside 0 … vocab-1, naming the first one's place."""
-    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
-        return
-    at = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab)
-    where = f"tokens[{at}]"
-    raise Refused(f"{where} must be a token id from 0 to {vocab - 1}", param=where, code="invalid_value")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from janus_server.api.bodies import ChatBody, Limits
+from janus_server.api.checks import deeper, json_of, need
 from janus_server.api.dialect import Dialect, ends_in_thought
 from janus_server.api.speech import THINK, THOUGHT, TOOL_CALL, TOOL_CALLED, TOOL_CALLS, Style, ToolForm
 from janus_server.api.tool_bodies import Function, NamedChoice
@@ -43,22 +44,22 @@ def check_tools(body: ChatBody, limits: Limits) -> None:
     """Refuse tools, and messages about them, that are out of bounds or do not go together."""
     _check_messages(body)
     tools, choice = body.tools or [], body.tool_choice
-    _need(len(tools) <= limits.tools, "tools", f"at most {limits.tools} tools")
+    need(len(tools) <= limits.tools, "tools", f"at most {limits.tools} tools")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name
-        _need(name not in seen, f"tools[{i}].function.name", "another name than those of the tools before it")
+        need(name not in seen, f"tools[{i}].function.name", "another name than those of the tools before it")
         seen.add(name)
         kind = (tool.function.parameters or {}).get("type", "object")
-        _need(kind == "object", f"tools[{i}].function.parameters.type", '"object"')
+        need(kind == "object", f"tools[{i}].function.parameters.type", '"object"')
     if isinstance(choice, NamedChoice):
-        _need(choice.function.name in seen, "tool_choice.function.name", "the name of one of the tools")
-    _need(choice != "required" or bool(tools), "tool_choice", '"none" or "auto" where there are no tools')
+        need(choice.function.name in seen, "tool_choice.function.name", "the name of one of the tools")
+    need(choice != "required" or bool(tools), "tool_choice", '"none" or "auto" where there are no tools')
+    json_of(tools, "tools", limits.tool_bytes, limits.tool_depth)  # all of them are small before one is walked
     for i, tool in enumerate(tools):
         where = f"tools[{i}].function.parameters"
-        _need(_fits(tool.function.parameters, limits.tool_depth), where, f"nested at most {limits.tool_depth} deep")
-    size = len(msgspec.json.encode(tools)) if tools else 0
-    _need(size <= limits.tool_bytes, "tools", f"at most {limits.tool_bytes} bytes of JSON")
+        deep = deeper(tool.function.parameters or {}, limits.tool_depth)
+        need(not deep, where, f"nested at most {limits.tool_depth} deep")
 
 
 def talk_of(body: ChatBody, dialect: Dialect) -> Talk:
@@ -163,28 +164,10 @@ def _check_messages(body: ChatBody) -> None:
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         if message.role == "tool":
-            _need(message.tool_call_id is not None, f"{where}.tool_call_id", "the id of the call that this answers")
+            need(message.tool_call_id is not None, f"{where}.tool_call_id", "the id of the call that this answers")
         if message.tool_calls:
-            _need(message.role == "assistant", f"{where}.tool_calls", "left out where the role is not assistant")
-
-
-def _fits(value: object, depth: int) -> bool:
-    """Whether a JSON value is nested at most that deep; looked at a level at a time."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            inner
-            for held in level
-            if isinstance(held, dict | list)
-            for inner in (held.values() if isinstance(held, dict) else held)
-        ]
-    return not level
+            need(message.role == "assistant", f"{where}.tool_calls", "left out where the role is not assistant")
 
 
 def _no_tools(message: str) -> Refused:
     return Refused(f"tools cannot be used: {message}", param="tools", code="unsupported_parameter")
-
-
-def _need(condition: bool, param: str, allowed: str) -> None:
-    if not condition:
-        raise Refused(f"{param} must be {allowed}", param=param, code="invalid_value")

@@ -36,6 +36,7 @@ class Door:
         ticket = Ticket(
             key=key_name(request),
             model=model,
+            param=call.kind.param,
             prompt_tokens=call.prompt_tokens,
             most_tokens=sum(one.max_tokens * one.n for one in call.requests),
             choices=sum(one.n for one in call.requests),

@@ -34,7 +34,7 @@ class Embed:
         raw = await self._service.read(request)
         body = embeddings.parse_embedding(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, EmbeddingBody))
-        model = await self._service.serving(body.model)
+        model = await self._service.serving(request, body.model)
         prompts = await self._encode(model, body)
         call = embeddings.plan_embeddings(body, prompts, model.target, self._service.limits, label("embd-"))
         style = Style(functools.partial(EmbeddingReply, embeddings.form_of(body)), reply.StreamReply)

@@ -77,7 +77,7 @@ class Generate:
         raw = await self._service.read(request)
         body = parse.parse_chat(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, ChatBody))
-        model = await self._service.serving(body.model)
+        model = await self._service.serving(request, body.model)
         call = await self.plan_chat(model, body, "chatcmpl-")
         return await self.answer(request, model, call, arrived_s, CHAT)
 
@@ -86,7 +86,7 @@ class Generate:
         raw = await self._service.read(request)
         body = parse.parse_completion(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, CompletionBody))
-        model = await self._service.serving(body.model)
+        model = await self._service.serving(request, body.model)
         prompts = await self._encode_prompts(model, body)
         call = plan.plan_completion(body, prompts, model.target, self._service.limits, label("cmpl-"))
         if body.echo:
@@ -103,7 +103,11 @@ class Generate:
 
     async def chat_tokens(self, model: ServedModel, body: ChatBody) -> int:
         """How long the prompt of a chat body is; nothing is generated."""
-        return len(await self._encode_chat(model, body, tools.talk_of(body, model.target.dialect)))
+        return len(await self.chat_ids(model, body))
+
+    async def chat_ids(self, model: ServedModel, body: ChatBody) -> list[int]:
+        """The prompt of a chat body, as its call would run it."""
+        return await self._encode_chat(model, body, tools.talk_of(body, model.target.dialect))
 
     async def answer(
         self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float, style: Style

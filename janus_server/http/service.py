@@ -19,6 +19,7 @@ from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
 from janus_server.grammar.compile import Grammars
 from janus_server.http.admit import Door
+from janus_server.http.gate import may_see
 from janus_server.metrics import Metrics
 from janus_server.types import ModelCard
 
@@ -55,23 +56,24 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.grammars.close)
 
-    async def serving(self, name: str) -> ServedModel:
+    async def serving(self, request: web.BaseRequest, name: str) -> ServedModel:
         """The model of that name, to send requests to: they wait where it is not on the device.
 
-        Refused while the server starts or drains (503), and where there is no such model (404).
+        Refused while the server starts or drains (503), and where there is no such model (404) or none that the
+        request's key may use: a key does not learn what others are served.
         """
         reason = self.node.refusing()
         if reason is not None:
             raise not_ready(reason)
-        model = await self.node.model(name)
+        model = await self.node.model(name) if may_see(request, name) else None
         if model is None:
             raise no_such_model()
         return model
 
-    def card(self, name: str) -> ModelCard:
-        """What is known of the model of that name, or 404."""
+    def card(self, request: web.BaseRequest, name: str) -> ModelCard:
+        """What is known of the model of that name, or 404, as for `serving`."""
         card = self.node.cards.get(name)
-        if card is None:
+        if card is None or not may_see(request, name):
             raise no_such_model()
         return card
 

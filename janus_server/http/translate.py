@@ -59,7 +59,7 @@ class Translate:
         body = messages.parse_messages(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, messages.MessagesBody))
         translated = messages.chat_of_messages(body, self._service.limits)
-        model = await self._service.serving(body.model)
+        model = await self._service.serving(request, body.model)
         return await self._answer(request, model, translated, arrived_s, messages_reply.PREFIX, MESSAGES)
 
     async def count_message(self, request: web.Request) -> web.StreamResponse:
@@ -68,7 +68,7 @@ class Translate:
         body = messages.parse_count(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, messages.MessagesBody))
         translated = messages.chat_of_messages(body, self._service.limits)
-        model = await self._service.serving(body.model)
+        model = await self._service.serving(request, body.model)
         return json_response({"input_tokens": await self._count(model, translated)})
 
     async def _read_responses(self, request: web.Request) -> tuple[responses.ResponsesBody, Translated, ServedModel]:
@@ -76,7 +76,7 @@ class Translate:
         body = responses.parse_responses(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, responses.ResponsesBody))
         translated = responses.chat_of_responses(body, self._service.limits)
-        return body, translated, await self._service.serving(body.model)
+        return body, translated, await self._service.serving(request, body.model)
 
     async def _answer(
         self,

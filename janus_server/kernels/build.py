@@ -43,7 +43,9 @@ class Built:
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Where compiled kernels live unless the configuration says otherwise."""
-    root = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
+    root = environ.get("XDG_CACHE_HOME", "")
+    if not root.startswith("/"):  # the XDG rule: a relative path is invalid and must be ignored
+        root = str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
     return Path(root) / "janus" / "kernels"
 
 

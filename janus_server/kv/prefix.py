@@ -111,7 +111,7 @@ class PrefixCache:
         return len(end.children)
 
     def publish(self, tokens: Tokens[int], pages: Tokens[int], tenant: str = "") -> list[int]:
-        """Remember for that tenant that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
+        """Remember for a tenant that pages[i] holds tokens[i·page_tokens : (i+1)·page_tokens]; every page must be full.
 
         Returns the pages that the caller holds from now on: a prefix already known keeps its first page, which the
         caller gets for its duplicate. So whoever holds a cached page holds the pages of all its parents, and no page is

@@ -141,7 +141,7 @@ class Brain:
         belief.failures = 0
         if order is not None and order.verb is Verb.LOAD:
             belief.load_s = event.took_s
-        elif order is not None and order.verb in (Verb.WAKE, Verb.FORK):
+        elif order is not None and order.verb is Verb.WAKE:
             belief.wake_s = event.took_s
         if belief.stage is Stage.ACTIVE and order is not None and order.verb is not Verb.EVICT:
             belief.active_s = belief.idle_since_s = now

@@ -128,9 +128,10 @@ def drawing(found: MemoryMap, columns: int) -> list[Line]:
     share = found.fragmentation
     lines += [
         (),
+        (Span(f"fragmentation {share.external:.1%}; were requests given neighbouring pages, {share.contiguous:.1%}"),),
         (Span(
-            f"fragmentation {share.external:.1%} (in one run each it would be {share.contiguous:.1%}: the longest free "
-            f"run is {_pages(share.longest_free_run_pages)}, the largest request {_pages(share.largest_request_pages)})"
+            f"longest free run {_pages(share.longest_free_run_pages)}, "
+            f"largest request {_pages(share.largest_request_pages)}"
         ),),
         (Span(
             f"host copies {format_bytes(found.host.held_bytes)} of {format_bytes(found.host.budget_bytes)}"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -25,7 +26,7 @@ LIST = "list"
 
 _HEAD = ("MODEL", "STAGE", "WEIGHTS", "KV PAGES", "HOST COPY", "RUNNING", "HELD", "IDLE", "NOTE")
 _NUMBERS = (2, 3, 4, 5, 6, 7)
-_STYLES = {"active": "green", "warm": "yellow", "cold": "dim"}
+_STYLES: Final = {"active": "green", "warm": "yellow", "cold": "dim"}
 # How long the server is asked to wait before it is asked again: a proxy may not keep a silent request for longer.
 _ASK_S = 25.0
 

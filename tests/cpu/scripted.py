@@ -6,11 +6,8 @@ import msgspec
 from fake_engine import FakeModel
 
 from janus_server import types
-from janus_server.api import parse
-from janus_server.api.bodies import Limits
 from janus_server.api.dialect import Dialect
 from janus_server.api.speech import ToolForm
-from janus_server.errors import Refused
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 DIALECT = Dialect(reasoning=True, thinking_switch=True, reads_tools=True, tools=ToolForm.HERMES)
@@ -32,17 +29,6 @@ class ScriptedModel(FakeModel):
         finish = types.FinishReason.LENGTH if step + 1 == request.max_tokens else None
         text = self.script[step]
         return types.Delta(index, text, (1,), finish=finish, cached_tokens=3)
-
-
-def takes_schemas() -> bool:
-    """Whether chat takes a response_format; what is translated to it then does too."""
-    try:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-        fields = {"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": form}
-        parse.chat_of(fields, Limits())
-    except Refused:
-        return False
-    return True
 
 
 def letters(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 from fake_engine import FakeModel
 from http_server import HI, PROMPT_TOKENS, Server, served
 from pydantic import BaseModel
-from scripted import CALL, ScriptedModel, letters, takes_schemas
+from scripted import CALL, ScriptedModel, letters
 
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
@@ -190,7 +190,6 @@ class Place(BaseModel):
     city: str
 
 
-@pytest.mark.skipif(not takes_schemas(), reason="chat does not take response_format yet")
 async def test_structured_output_is_parsed() -> None:
     async with asked(ScriptedModel(*letters('{"city": "Oslo"}'))) as (server, client):
         answer = await client.messages.parse(model="fake", max_tokens=99, messages=HI, output_format=Place)

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from janus_server import types
 from janus_server.api.plan import Call, Kind, Label
-from janus_server.gauges import OLD_NAMES
+from janus_server.gauges import OLD_NAMES, read
 from janus_server.metrics import CallWatch, Metrics
 
 LABELS = {"model_name", "engine"}
@@ -85,7 +85,7 @@ def families(text: str) -> dict[str, Metric]:
 @pytest.fixture
 def text() -> str:
     metrics, node = Metrics(), FakeNode(FakeModel("one"), FakeModel("two"))
-    return metrics.render(node).decode()
+    return metrics.render(list(read(node)), ["one", "two"]).decode()
 
 
 @pytest_asyncio.fixture
@@ -259,7 +259,7 @@ def test_what_is_open_and_does_not_run_waits(
     busy: Busy, running: int, open_choices: int, deferred: int, expected: tuple[int, ...]
 ) -> None:
     busy.running, busy.open_choices, busy.deferred = running, open_choices, deferred
-    samples = [s for f in families(Metrics().render(busy).decode()).values() for s in f.samples]
+    samples = [s for f in families(Metrics().render(list(read(busy)), []).decode()).values() for s in f.samples]
     got = {s.name + "".join(f",{k}={v}" for k, v in sorted(s.labels.items())): s.value for s in samples}
     assert queues(got) == expected
 

@@ -20,7 +20,7 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 from pydantic import BaseModel
-from scripted import CALL, ScriptedModel, letters, takes_schemas
+from scripted import CALL, ScriptedModel, letters
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
@@ -235,7 +235,6 @@ class Place(BaseModel):
     city: str
 
 
-@pytest.mark.skipif(not takes_schemas(), reason="chat does not take response_format yet")
 async def test_structured_output_is_parsed() -> None:
     async with served(ScriptedModel(*letters('{"city": "Oslo"}'))) as server:
         answer = await server.openai.responses.parse(model="fake", input="hi", text_format=Place)

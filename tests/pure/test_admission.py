@@ -16,7 +16,7 @@ NS = 10**9
 
 
 def ticket(key: str = "a", model: str = "m", prompt: int = 10, most: int = 10, choices: int = 1) -> Ticket:
-    return Ticket(key=key, model=model, prompt_tokens=prompt, most_tokens=most, choices=choices)
+    return Ticket(key=key, model=model, param="input", prompt_tokens=prompt, most_tokens=most, choices=choices)
 
 
 def door(server: QueueBounds = WIDE, model: QueueBounds = WIDE, **limits: int | frozenset[str]) -> Admission:
@@ -92,14 +92,6 @@ def test_requests_a_minute() -> None:
     granted(one.admit(ticket(), 15.0))
 
 
-def test_a_key_sees_only_its_models() -> None:
-    one = door(models=frozenset({"m"}))
-    granted(one.admit(ticket(), 0.0))
-    hidden = refused(one.admit(ticket(model="other"), 0.0))
-    assert (hidden.status, hidden.code) == (404, "model_not_found")
-    assert one.may_use("a", "m") and not one.may_use("a", "other") and one.may_use("b", "other")
-
-
 def test_the_budget_of_one_call() -> None:
     one = door(tokens_per_request=100)
     granted(one.admit(ticket(prompt=40, most=60), 0.0))
@@ -150,7 +142,7 @@ def test_one_model_cannot_fill_the_queue_of_all() -> None:
 
 def test_a_call_that_never_fits_is_told_so() -> None:
     stopped = refused(door(QueueBounds(2, 100)).admit(ticket(choices=3), 0.0))
-    assert (stopped.status, stopped.code) == (400, "call_too_large")
+    assert (stopped.status, stopped.code, stopped.param) == (400, "call_too_large", "input")
 
 
 def test_retry_after_follows_the_drain() -> None:

@@ -43,9 +43,15 @@ UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__", "breakpoint"}
 # What may speak to a terminal, and what may read the environment.
 SPEAKS = frozenset(
     {
-        "cli.py", "serve.py", "terminal/chat.py", "terminal/doctor.py", "terminal/memory.py", "terminal/models.py",
-        "terminal/progress.py", "kernels/build.py",
-    }  # fmt: skip
+        "cli.py",
+        "serve.py",
+        "terminal/chat.py",
+        "terminal/doctor.py",
+        "terminal/memory.py",
+        "terminal/models.py",
+        "terminal/progress.py",
+        "kernels/build.py",
+    }
 )
 READS_ENVIRONMENT = frozenset({"config.py", "cli.py", "kernels/build.py"})
 # What bench/ may import of ours: it meets a live server only over HTTP.

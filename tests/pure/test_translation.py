@@ -12,7 +12,7 @@ import pytest
 from janus_server import types
 from janus_server.api import messages, parse, plan, responses
 from janus_server.api.bodies import Limits
-from janus_server.api.translation import MOST_PARTS, Translated, renamed
+from janus_server.api.translation import Translated, renamed
 from janus_server.errors import Refused
 
 LIMITS = Limits(messages=100)
@@ -34,15 +34,6 @@ def of_messages(**fields: Any) -> Translated:
 def chat(translated: Translated) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = msgspec.to_builtins(translated.chat.messages)
     return found
-
-
-def takes_schemas() -> bool:
-    try:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-        parse.chat_of({"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": form}, LIMITS)
-    except Refused:
-        return False
-    return True
 
 
 # What bodies become
@@ -170,7 +161,6 @@ def given_fields(value: Any) -> Any:
     return {name: given_fields(one) for name, one in value.items() if one is not None}
 
 
-@pytest.mark.skipif(not takes_schemas(), reason="chat does not take response_format yet")
 def test_structured_output() -> None:
     found = of_responses(text={"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}})
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
@@ -194,7 +184,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": ["hi"]}, "input[0]"),
     ({"input": [USER] * 101}, "input"),
     ({"input": [USER] * 100, "instructions": "x"}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * (MOST_PARTS + 1)}]}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * (LIMITS.parts + 1)}]}, "input"),
     ({"input": [USER, {"role": "user"}]}, "input[1].content"),
     ({"input": [{"content": "hi"}]}, "input[0].role"),
     ({"input": [{"role": "tool", "content": "hi"}]}, "input[0].role"),
@@ -248,7 +238,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [USER] * 101}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_PARTS + 1)}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (LIMITS.parts + 1)}]}, "messages"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "assistant", "content": "hi"}, USER]}, "messages[0].role"),
     ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "messages[1].role"),
@@ -382,7 +372,7 @@ def test_chats_paths_become_the_clients(path: str, place: str) -> None:
 def test_many_small_parts_are_joined_in_linear_time() -> None:
     """Twice the parts, about twice the copying; joined one by one these would copy gigabytes."""
     text = "x" * 200
-    blocks = [{"type": "text", "text": text}] * (MOST_PARTS - 1)
+    blocks = [{"type": "text", "text": text}] * (LIMITS.parts - 1)
     assert len(chat(of_messages(messages=[{"role": "user", "content": blocks}]))[0]["content"]) == 201 * len(blocks) - 1
 
 

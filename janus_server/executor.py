@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from janus_server.errors import require
+from janus_server.errors import Bug, require
 from janus_server.kv.pages import PagePool
 from janus_server.model.runner import Runner
 from janus_server.observe.log import facts
@@ -140,6 +140,7 @@ class DeviceThread:
         self._turn = Turn()
         self._stopping = False
         self._checked = True
+        self._changed: dict[str, None] = {}  # models with news for the loop that no step has told yet
         # Plain values that the device thread writes and the loop reads: when it last finished something, and whether
         # it sleeps for want of work.
         self._moved_s = 0.0
@@ -170,10 +171,11 @@ class DeviceThread:
     def detach(self, model: str) -> bool:
         """Take a model out of the turns and its KV pages back to the pool; False when it has requests, and stays.
 
-        On the device thread, within `ask`: once this returns True, nothing uses the model's weights.
+        On the device thread, within `ask`: once this returns True, nothing uses the model's weights. False too when it
+        was torn down a moment ago: the loop has not heard of it yet, and what is left is that report's affair.
         """
-        engine = self._engines[model]
-        if not engine.batcher.idle:
+        engine = self._engines.get(model)
+        if engine is None or not engine.batcher.idle:
             return False
         engine.batcher.prefix.clear()
         require(engine.batcher.kv.held == 0, f"{model} is idle and still holds KV pages")
@@ -203,25 +205,42 @@ class DeviceThread:
             self._moved_s = time.monotonic()
 
     def _take_orders(self) -> None:
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._apply(command)
+        """Apply all that came, then tell once a model what it changed: a client that leaves may cancel a thousand."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._apply(self._inbox.get_nowait())
+        changed, self._changed = self._changed, {}
+        for model in changed:
+            engine = self._engines.get(model)
+            if engine is not None:
+                with self._guard(engine):
+                    self._report(engine, [])
 
     def _rest(self) -> None:
         """Nothing can run: check the books once, then sleep until an order comes."""
         if not self._checked:
             self._checked = True
-            for engine in tuple(self._engines.values()):
-                with self._guard(engine):
-                    require(engine.batcher.idle, "requests wait and nothing can run")
-                    self._pool.check()
+            self._check_books()
         self._resting = True
         command = self._inbox.get()
         self._resting = False
         self._apply(command)
+
+    def _check_books(self) -> None:
+        """A model whose requests wait for nothing is alone at fault. The pool is everybody's.
+
+        Where its books are wrong, two models may write one page, and nobody can tell which: none is trusted to go on,
+        so all end at once, with a line in the log that lays it on none of them.
+        """
+        for engine in tuple(self._engines.values()):
+            with self._guard(engine):
+                require(engine.batcher.idle, "requests wait and nothing can run")
+        try:
+            self._pool.check()
+        except Bug as error:
+            log.error("the page pool's books are wrong, so every model on it ends: %s", error)
+            for engine in tuple(self._engines.values()):
+                self._fail(engine, error)
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -232,7 +251,7 @@ class DeviceThread:
                 if engine is not None:
                     with self._guard(engine):
                         engine.batcher.cancel(request_id, index)
-                        self._report(engine, [])
+                        self._changed[model] = None
             case Ask(work, answer):
                 self._answer(work, answer)
             case EndAll():

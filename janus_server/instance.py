@@ -73,7 +73,7 @@ class Flow:
     """The calls to one model, and whether they may run: held while the model is not Active or is being drained.
 
     `changed` is told when a call comes, leaves or is held, so that who decides can act on it. A call is held for at
-    most `patience_s`.
+    most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it.
     """
 
     def __init__(
@@ -84,14 +84,10 @@ class Flow:
         self.patience_s = patience_s
         self.idle_since_s = time.monotonic()
         self._changed = changed
+        self.running = 0
         self._open = False
         self._running: dict[Call, None] = {}
         self._held: dict[Call, None] = {}
-
-    @property
-    def running(self) -> int:
-        """Requests of calls that run."""
-        return sum(call.prompts for call in self._running)
 
     @property
     def held(self) -> int:
@@ -100,16 +96,18 @@ class Flow:
 
     def enter(self, call: Call) -> None:
         if self._open:
-            self._running[call] = None
-            call.start()
+            self._run(call)
         else:
             self._held[call] = None
         self._changed()
 
     def leave(self, call: Call) -> None:
         self._held.pop(call, None)
-        if self._running.pop(call, call) is None and not self._running:
-            self.idle_since_s = time.monotonic()
+        if call in self._running:
+            del self._running[call]
+            self.running -= call.prompts
+            if not self._running:
+                self.idle_since_s = time.monotonic()
         self._changed()
 
     def hold(self) -> None:
@@ -122,13 +120,17 @@ class Flow:
         self.idle_since_s = time.monotonic()
         held, self._held = self._held, {}
         for call in held:
-            self._running[call] = None
-            call.start()
+            self._run(call)
 
     def refuse(self, refused: Refused) -> None:
         """End the calls that are held: the model cannot be had."""
         for call in self._held:
             call.refuse(refused)
+
+    def _run(self, call: Call) -> None:
+        self._running[call] = None
+        self.running += call.prompts
+        call.start()
 
 
 class ServedModel:

@@ -7,9 +7,12 @@ Pure: imports nothing of ours. What changes over time lives in a named owner els
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class FinishReason(enum.Enum):
@@ -196,21 +199,33 @@ class Owner(msgspec.Struct, frozen=True):
     kind: PageKind
 
 
+class History(msgspec.Struct, frozen=True, eq=False):
+    """What a choice has seen, for its penalties: int64 arrays of distinct ids.
+
+    prompt are the ids of its prompt, drawn those that it drew, counts[i] how often drawn[i]; fresh are the drawn ones
+    that the prompt lacks. They are views of what the choice's next token changes: for the step that they come with.
+    """
+
+    prompt: np.ndarray
+    fresh: np.ndarray
+    drawn: np.ndarray
+    counts: np.ndarray
+
+
 class SampleSpec(msgspec.Struct, frozen=True):
     """What the sampler needs for one row beyond its logits.
 
     position is the index of the token to be drawn, counted from the first generated token (0), choice the index of the
-    choice it is drawn for. banned are ids that may not be drawn at this position (stop ids before min_tokens). prompt
-    and output are filled only when the sampling needs history. matcher is the state of the choice's grammar, which the
-    sampler alone looks into and advances.
+    choice it is drawn for. banned are ids that may not be drawn at this position (stop ids before min_tokens).
+    history is there only when the sampling needs it. matcher is the state of the choice's grammar, which the sampler
+    alone looks into and advances.
     """
 
     sampling: Sampling
     position: int
     choice: int = 0
     banned: tuple[int, ...] = ()
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
+    history: History | None = None
     matcher: Any = None
 
 

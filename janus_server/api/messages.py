@@ -17,7 +17,6 @@ from janus_server.api.bodies import NAME_CHARS, Limits, Natural, NotYet, Positiv
 from janus_server.api.checks import need, refuse_given
 from janus_server.api.parse import decode
 from janus_server.api.translation import Translated, Turns, choose, json_of, required, translated
-from janus_server.errors import Refused
 
 STATEFUL = ("container", "mcp_servers", "context_management")
 

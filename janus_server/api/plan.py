@@ -29,15 +29,14 @@ GREEDY_BELOW = 1e-5
 
 
 class Kind(enum.Enum):
-    """What a call is, and `param`: the field of its body that its prompts come from."""
+    CHAT = "chat"
+    COMPLETION = "completion"
+    EMBEDDING = "embedding"
 
-    CHAT = ("chat", "messages")
-    COMPLETION = ("completion", "prompt")
-    EMBEDDING = ("embedding", "input")
-
-    def __init__(self, word: str, param: str) -> None:
-        self.word = word
-        self.param = param
+    @property
+    def param(self) -> str:
+        """The field of the body that the prompts come from."""
+        return {Kind.CHAT: "messages", Kind.COMPLETION: "prompt", Kind.EMBEDDING: "input"}[self]
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from janus_server.types import Fault, Sampled, SampleSpec, Sampling, TokenLogprob
+from janus_server.types import Fault, History, Sampled, SampleSpec, Sampling, TokenLogprob
 
 # Nucleus sampling looks at this many likeliest tokens first; a full sort of a 152k vocabulary costs ten times as much.
 _NUCLEUS_GUESS = 1024
@@ -106,17 +106,20 @@ def _adjust(raw: np.ndarray, spec: SampleSpec) -> np.ndarray:
     logits = raw.astype(np.float32, copy=True)
     for token, bias in s.logit_bias:
         logits[token] += bias
-    if s.needs_history:
-        seen = np.unique(np.asarray(spec.prompt + spec.output, dtype=np.int64))
-        if s.repetition_penalty != 1.0:
-            known = logits[seen]
+    if spec.history is not None:
+        _penalise(logits, s, spec.history)
+    return logits
+
+
+def _penalise(logits: np.ndarray, s: Sampling, history: History) -> None:
+    """Repetition for what was read or drawn, then frequency and presence for what was drawn. In place."""
+    if s.repetition_penalty != 1.0:
+        for ids in (history.prompt, history.fresh):  # no id is in both
+            known = logits[ids]
             with np.errstate(over="ignore"):
                 known = np.where(known > 0, known / s.repetition_penalty, known * s.repetition_penalty)
-            logits[seen] = np.clip(known, -_LARGEST, _LARGEST)
-        if spec.output:
-            ids, counts = np.unique(np.asarray(spec.output, dtype=np.int64), return_counts=True)
-            logits[ids] -= (s.frequency_penalty * counts + s.presence_penalty).astype(np.float32)
-    return logits
+            logits[ids] = np.clip(known, -_LARGEST, _LARGEST)
+    logits[history.drawn] -= (s.frequency_penalty * history.counts + s.presence_penalty).astype(np.float32)
 
 
 def _ban(logits: np.ndarray, banned: tuple[int, ...]) -> None:

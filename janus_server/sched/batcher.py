@@ -20,6 +20,7 @@ from janus_server.kv.prefix import PrefixCache
 from janus_server.sched.chunk import chunk_of
 from janus_server.sched.placer import Placer
 from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.seen import Seen
 from janus_server.sched.sequence import Sequence, by_age
 from janus_server.sched.share import share
 from janus_server.types import (
@@ -61,6 +62,8 @@ class Batcher:
         self.limits = limits
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        # Every sequence that runs or waits, by its request: a cancel must not look through the queue.
+        self._by_id: dict[str, list[Sequence]] = {}
         self._scarcity = scarcity
         self._most_running = min(limits.sequences, limits.step_tokens)
         self._starved: Sequence | None = None
@@ -93,20 +96,19 @@ class Batcher:
         require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
         first = self._new_sequence(request, 0, now, grammar)
         first.siblings = [self._new_sequence(request, index, now, grammar) for index in range(1, request.n)]
+        self._enrol(first)
         self._queue(first)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Forget one choice of a request, or all; unknown ids are fine (the request may just have ended)."""
-        for group in (self.running, self.waiting):
-            for seq in [s for s in group if s.request.id == request_id]:
-                seq.siblings = [s for s in seq.siblings if index not in (None, s.index)]
-                if index not in (None, seq.index):
-                    continue
-                if seq.siblings:
-                    _hand_over(seq)
-                else:
-                    group.remove(seq)
-                    self._placer.release(seq)
+        for seq in tuple(self._by_id.get(request_id, ())):
+            seq.siblings = [s for s in seq.siblings if index not in (None, s.index)]
+            if index not in (None, seq.index):
+                continue
+            if seq.siblings:
+                _hand_over(seq)
+            else:
+                self._forget(seq)
 
     def cancel_all(self) -> list[Emit]:
         """End everything because the server stops; every choice gets its one end and every page goes back."""
@@ -168,7 +170,7 @@ class Batcher:
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages and queue it to be computed again."""
-        self.running.remove(seq)
+        require(_take_out(self.running, seq), "only a sequence that runs is preempted")
         self._placer.release(seq)
         seq.computed = 0
         self._preemptions += 1
@@ -231,6 +233,8 @@ class Batcher:
         finish = None
         if result.token is not None:
             seq.tokens.append(result.token)
+            if seq.seen is not None:
+                seq.seen.add(result.token)
             self._sampled_tokens += 1
         if result.fault is not None:
             finish = FinishReason.ERROR
@@ -272,14 +276,16 @@ class Batcher:
         queued_s = seq.started_s - seq.order[0] if seq.first and seq.started_s is not None else None
         seq.first = False
         if finish is not None:
-            self.running.remove(seq)
-            self._placer.release(seq)
+            self._forget(seq)
         return Emit(seq.request.id, seq.index, token, logprob, finish, cached, queued_s, scores, embedding)
 
     def _fork_siblings(self, seq: Sequence) -> None:
         """The prompt is computed: its other choices start from its pages, one token short, and draw their own next."""
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
+            self._enrol(sibling)
+            if seq.seen is not None:
+                sibling.seen = Seen(seq.seen.prompt_ids)
             if len(self.running) < self._most_running and self._placer.fork(seq, sibling, len(self.running)):
                 bisect.insort(self.running, sibling, key=by_age)
             else:
@@ -289,7 +295,7 @@ class Batcher:
 
     def _end_all(self, finish: FinishReason) -> list[Emit]:
         groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]
-        self.running, self.waiting = [], []
+        self.running, self.waiting, self._by_id = [], [], {}
         return [Emit(seq.request.id, seq.index, finish=finish) for group in groups for seq in group]
 
     def _new_sequence(self, request: Request, index: int, now: float, grammar: Any) -> Sequence:
@@ -298,6 +304,27 @@ class Batcher:
 
     def _queue(self, seq: Sequence) -> None:
         bisect.insort(self.waiting, seq, key=by_age)
+
+    def _enrol(self, seq: Sequence) -> None:
+        self._by_id.setdefault(seq.request.id, []).append(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        """A choice is over, wherever it was: nothing of it is left here, and its pages go back."""
+        require(_take_out(self.running, seq) or _take_out(self.waiting, seq), "a sequence runs or waits until its end")
+        of_request = self._by_id[seq.request.id]
+        of_request.remove(seq)
+        if not of_request:
+            del self._by_id[seq.request.id]
+        self._placer.release(seq)
+
+
+def _take_out(group: list[Sequence], seq: Sequence) -> bool:
+    """Remove a sequence from a list in the order of age; False when it is not in it."""
+    at = bisect.bisect_left(group, by_age(seq), key=by_age)
+    if at == len(group) or group[at] is not seq:
+        return False
+    del group[at]
+    return True
 
 
 def _spoilt(drawn: Sampled | None, reading: Reading | None) -> bool:

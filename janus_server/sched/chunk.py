@@ -1,12 +1,13 @@
 """What one sequence asks of a step: the rows to compute, the token to draw, and what is read of the rows besides.
 
 Pure. The batcher decides how many rows a sequence gets and calls `chunk_of`; nothing here changes a sequence but for
-the copy of its grammar's matcher, made when the choice first draws.
+the copy of its grammar's matcher and its record of seen tokens, made when the choice first draws.
 """
 
 from __future__ import annotations
 
 from janus_server.kv.blocks import pages_for
+from janus_server.sched.seen import Seen, distinct
 from janus_server.sched.sequence import Sequence
 from janus_server.types import Chunk, Pooling, PoolSpec, SampleSpec, ScoreSpec
 
@@ -31,16 +32,16 @@ def chunk_of(seq: Sequence, n: int, page_tokens: int) -> Chunk:
 
 def _sample_spec(seq: Sequence) -> SampleSpec:
     request = seq.request
-    history = request.sampling.needs_history
     if seq.matcher is None and seq.grammar is not None:
         seq.matcher = seq.grammar.copy()
+    if seq.seen is None and request.sampling.needs_history:
+        seq.seen = Seen(distinct(request.prompt))
     return SampleSpec(
         sampling=request.sampling,
         position=seq.generated,
         choice=seq.index,
         banned=request.stop_ids if seq.generated < request.min_tokens else (),
-        prompt=request.prompt if history else (),
-        output=tuple(seq.tokens[len(request.prompt) :]) if history else (),
+        history=None if seq.seen is None else seq.seen.history(),
         matcher=seq.matcher,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from janus_server.sched.seen import Seen
 from janus_server.types import PageCopy, Pooling, Request
 
 
@@ -19,11 +20,12 @@ class Sequence:
     Of the prompt's rows those from `read` to `to_read` still owe something beside the next token (log probabilities, a
     share of the embedding). They are computed in order and never come from a cache; what was read stays read when the
     sequence is preempted, and `sums` with it. grammar is the request's matcher as it came, shared by its choices;
-    matcher is this choice's own copy, in step with its generated tokens. Neither is looked into here.
+    matcher is this choice's own copy, in step with its generated tokens. Neither is looked into here. seen is in step
+    with them too, from the first draw on, where the sampling needs history; None where not.
     """
 
     __slots__ = ("cached", "computed", "copy", "first", "grammar", "index", "matcher", "number", "order", "pages",
-                 "published", "read", "request", "siblings", "started_s", "sums", "to_read", "tokens")  # fmt: skip
+                 "published", "read", "request", "seen", "siblings", "started_s", "sums", "to_read", "tokens")  # fmt: skip
 
     def __init__(self, number: int, request: Request, index: int, arrived_s: float, grammar: Any = None) -> None:
         self.number = number
@@ -41,6 +43,7 @@ class Sequence:
         self.siblings: list[Sequence] = []
         self.grammar = grammar
         self.matcher: Any = None
+        self.seen: Seen | None = None
         self.sums: Any = None
         self.read, self.to_read = _rows_to_read(request) if index == 0 else (0, 0)
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from fake_engine import FakeModel, settled
-from http_server import CHAT, Server, is_error, served
+from http_server import CHAT, HI, Server, is_error, served
 from yarl import URL
 
 from janus_server import keys
@@ -160,6 +160,15 @@ async def test_a_key_sees_and_uses_only_its_models() -> None:
             async with server.http.get("/v1/models/fake", headers=bearer(key)) as response:
                 assert response.status == status
         assert is_error(answer)["code"] == "model_not_found"
+        for path, body in (
+            ("/v1/chat/completions", {**CHAT, "max_tokens": 99999}),
+            ("/v1/messages/count_tokens", {"model": "fake", "messages": HI}),
+            ("/v1/responses/input_tokens", {"model": "fake", "input": "hi"}),
+            ("/v1/embeddings", {"model": "fake", "input": "hi", "dimensions": 3}),
+            ("/tokenize", {"model": "fake", "prompt": "hi"}),
+        ):
+            got, answer = await server.post(path, body, **bearer(BOB))
+            assert (got, answer["error"]["code"]) == (404, "model_not_found"), path
 
 
 async def test_other_keys_take_effect_at_once(server: Server) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from janus_server import types
-from janus_server.api import messages, parse, plan, responses
+from janus_server.api import messages, plan, responses
 from janus_server.api.bodies import Limits
 from janus_server.api.translation import Translated, renamed
 from janus_server.errors import Refused

@@ -206,9 +206,12 @@ class DeviceThread:
 
     def _take_orders(self) -> None:
         """Apply all that came, then tell once a model what it changed: a client that leaves may cancel a thousand."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._apply(self._inbox.get_nowait())
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            self._apply(command)
         changed, self._changed = self._changed, {}
         for model in changed:
             engine = self._engines.get(model)

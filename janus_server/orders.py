@@ -1,4 +1,4 @@
-"""What the Brain hears and what it orders: the events and actions of design-time placement, as frozen records.
+"""What the Brain hears and what it orders: the events and actions of placement, as frozen records.
 
 `sched/brain` turns an event into actions; `leader` carries both; `lifecycle` executes orders. Every order carries its
 term and id, so that a node may be told twice and does it once. Times are seconds on the leader's monotonic clock.
@@ -116,7 +116,7 @@ class Busy(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """What a node tells every half second and when a model becomes idle."""
+    """How busy the node is: told before every other event, so that what is decided is true when it is decided."""
 
     node: str
     models: dict[str, Busy]

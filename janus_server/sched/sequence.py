@@ -24,8 +24,9 @@ class Sequence:
     with them too, from the first draw on, where the sampling needs history; None where not.
     """
 
-    __slots__ = ("cached", "computed", "copy", "first", "grammar", "index", "matcher", "number", "order", "pages",
-                 "published", "read", "request", "seen", "siblings", "started_s", "sums", "to_read", "tokens")  # fmt: skip
+    __slots__ = ("cached", "computed", "copy", "first", "grammar", "index", "matcher", "number", "order",
+                 "pages", "published", "read", "request", "seen", "siblings", "started_s", "sums", "to_read",
+                 "tokens")  # fmt: skip
 
     def __init__(self, number: int, request: Request, index: int, arrived_s: float, grammar: Any = None) -> None:
         self.number = number

@@ -86,6 +86,35 @@ async def test_matchers_go_to_the_device_with_their_requests() -> None:
         served.model.submit([request_of(), request_of(id="s")], [first])
 
 
+async def test_a_flow_counts_its_running_requests_without_asking_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+    flow = served.model._flow
+    asked: list[Call] = []
+    monkeypatch.setattr(Call, "prompts", property(lambda call: asked.append(call) or len(call._answers)))
+    first = served.model.submit([request_of(), request_of(id="s")])
+    second = served.model.submit([request_of(id="t")])
+    third = served.model.submit([request_of(id="u"), request_of(id="v"), request_of(id="w")])
+    counts = []
+    async with first:
+        counts.append(flow.running)
+        flow.hold()
+        async with second, third:
+            counts.append(flow.running)
+            flow.serve()
+            counts.append(flow.running)
+            flow.leave(third)
+            counts.append(flow.running)
+            enough = len(asked)
+            counts += [flow.running for _ in range(5)]
+            assert len(asked) == enough
+        counts.append(flow.running)
+    async with served.model.submit([request_of(id="x")]):
+        flow.hold()
+    async with served.model.submit([request_of(id="y")]):
+        counts.append(flow.running)
+    assert counts == [2, 2, 6, 3, *[3] * 5, 2, 0] and flow.running == 0
+
+
 async def test_scores_wait_for_the_first_delta() -> None:
     served = Served()
     scores = tuple(TokenLogprob(token, -float(token)) for token in range(5))

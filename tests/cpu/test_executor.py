@@ -17,7 +17,10 @@ from server_process import tiny_model
 from janus_server.config import ServeConfig
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, DeviceThread, EndAll, Engine, StepReport, Stop, Submit
+from janus_server.kv.blocks import KvPages
+from janus_server.kv.prefix import PrefixCache
 from janus_server.node import Node as ServerNode
+from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.types import FinishReason, PageKind
 
 
@@ -106,6 +109,76 @@ def test_books_that_do_not_add_up_end_the_instance_when_idle(node: Node, monkeyp
     while not node.reports.get(timeout=30).failed:
         pass
     assert node.thread.alive
+
+
+def neighbour(node: Node, model: str) -> Engine:
+    """Another model on the same pool."""
+    kv = KvPages(node.local.xtensor.pool, model, node.local.kv.page_tokens)
+    limits = BatcherLimits(context_tokens=64, capacity_pages=8)
+    return Engine(model, Batcher(kv, PrefixCache(kv, b"n"), node.local.scarcity, limits), node.local.runner)
+
+
+def test_the_pools_books_are_checked_once_a_rest_and_are_no_models_fault(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks: list[int] = []
+
+    def fail() -> None:
+        checks.append(len(node.thread._engines))
+        raise Bug("injected")
+
+    other = neighbour(node, "n")
+    node.thread.ask(lambda: node.thread.attach(other)).result(30)
+    while not node.thread._resting:
+        time.sleep(0.001)
+    monkeypatch.setattr(node.local.xtensor.pool, "check", fail)
+    node.thread.post(Submit("m", request("a", [5, 6], 2), 0.0))
+    assert node.ends(1) == {("a", 0): FinishReason.LENGTH}
+    failed: list[str] = []
+    while len(failed) < 2:
+        report = node.reports.get(timeout=30)
+        failed += [report.model] if report.failed else []
+    assert sorted(failed) == ["m", "n"] and checks == [2]
+    assert [r.getMessage() for r in caplog.records if "pool's books" in r.getMessage()]
+    assert node.thread.alive
+
+
+def test_a_model_whose_requests_are_stuck_ends_alone(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = neighbour(node, "n")
+    node.thread.ask(lambda: node.thread.attach(other)).result(30)
+    monkeypatch.setattr(other.batcher, "plan", lambda now: None)
+    node.thread.post(Submit("n", request("a", [5, 6], 2), 0.0))
+    assert node.ends(1) == {("a", 0): FinishReason.ERROR}
+    node.thread.post(Submit("m", request("b", [5, 6], 2), 0.0))
+    assert node.ends(1) == {("b", 0): FinishReason.LENGTH}
+    assert node.released == ["n"]
+
+
+def test_many_cancels_at_once_are_one_report_that_comes_before_the_thread_sleeps(node: Node) -> None:
+    go_on = threading.Event()
+    node.thread.ask(lambda: go_on.wait(30))
+    for i in range(20):
+        node.thread.post(Submit("m", request(f"r{i}", [5, 6], 2), 0.0))
+    for i in range(20):
+        node.thread.post(Cancel("m", f"r{i}"))
+    go_on.set()
+    while node.thread.stalled_s(time.monotonic() + 1000.0):
+        time.sleep(0.001)
+    told = []
+    while not node.reports.empty():
+        told.append(node.reports.get())
+    stats = [report.stats for report in told if report.model == "m"]
+    assert len(stats) == 1 and stats[0] is not None and (stats[0].running, stats[0].waiting) == (0, 0)
+
+
+def test_a_model_that_was_just_torn_down_is_not_there_to_detach(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(now: float) -> None:
+        raise Bug("injected")
+
+    monkeypatch.setattr(node.local.batcher, "plan", fail)
+    node.thread.post(Submit("m", request("a", [5, 6], 2), 0.0))
+    assert node.ends(1) == {("a", 0): FinishReason.ERROR}
+    assert node.thread.ask(lambda: node.thread.detach("m")).result(30) is False
 
 
 def test_end_all_ends_everything_once_and_frees_its_pages(node: Node) -> None:

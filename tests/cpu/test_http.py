@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import openai
@@ -11,6 +12,8 @@ import pytest
 import pytest_asyncio
 from fake_engine import EOS, FakeModel
 from http_server import CHAT, HI, PROMPT_TOKENS, Server, is_error, served
+
+from janus_server.admission import QueueBounds
 
 
 @pytest_asyncio.fixture
@@ -244,3 +247,21 @@ async def test_metrics(server: Server) -> None:
     }
     assert {name: got.get(name) for name in expected} == expected
     assert not [name for name in got if "_created" in name]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "n": 3}, "messages"),
+        ("/v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, "input"),
+        ("/v1/responses", {"input": "x" * 120}, "input"),
+    ],
+)
+async def test_a_call_too_large_for_the_queue_names_a_field_that_its_body_has(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async with served(queue=QueueBounds(2, 100)) as server:
+        status, answer = await server.post(path, {"model": "fake", "max_tokens": 1, **fields})
+    error = is_error(answer)
+    assert (status, error["code"], error["param"]) == (400, "call_too_large", param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,10 +11,12 @@ import pytest
 import pytest_asyncio
 from fake_engine import FakeModel
 from http_server import Server, is_error, served
+from scripted import DIALECT
 from server_process import TEMPLATE, tiny_tokenizer
 from test_http_docs import strictly
 
 from janus_server.api import tokenize
+from janus_server.api.bodies import Limits
 from janus_server.tokens.tokenizer import Tokenizer
 
 END = "<|im_end|>"
@@ -68,6 +71,58 @@ async def test_a_conversation_becomes_the_ids_that_chat_runs(server: Server, tok
     assert shorter["count"] < answer["count"]
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "strict": True}},
+    {"type": "function", "function": {"name": "clock", "description": "tells the time"}},
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}, "tools": []},
+    ],
+)
+async def test_tools_and_effort_cost_what_they_cost_in_chat(
+    server: Server, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    folder = tiny_tokenizer(tmp_path)
+    shown = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% if enable_thinking is false %}no{% endif %}"
+    (folder / "chat_template.jinja").write_text(shown + TEMPLATE)
+    server.model.tokenizer = Tokenizer.from_folder(folder)  # type: ignore[assignment]
+    server.model.target = msgspec.structs.replace(server.model.target, dialect=DIALECT)
+    answer = await encoded(server, {"messages": TALK, **fields})
+    body = {"model": "fake", "messages": TALK, "max_tokens": 1, **fields}
+    status, chat = await server.post("/v1/chat/completions", body)
+    assert status == 200, chat
+    assert chat["usage"]["prompt_tokens"] == answer["count"]
+    assert list(server.model.requests[-1].prompt) == answer["tokens"]
+    # Those that the model is told of are there.
+    plain = await encoded(server, {"messages": TALK})
+    assert (answer["tokens"] == plain["tokens"]) == (fields.get("tool_choice") == "none")
+
+
+async def test_what_chat_refuses_is_refused_here(server: Server) -> None:
+    status, answer = await server.post("/tokenize", {"messages": TALK, "tools": TOOLS})
+    assert (status, is_error(answer)["param"]) == (400, "tools")  # this model's template knows none
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"prompt": "x" * 9000}, "prompt"), ({"messages": [{**TALK[0], "content": "x" * 9000}]}, "messages")]
+)
+async def test_a_hopeless_text_is_not_encoded(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
+    model = FakeModel()
+    model.tokenizer = tokenizer  # type: ignore[assignment]
+    async with served(model, Limits(hopeless_chars=100)) as server:
+        status, answer = await server.post("/tokenize", body)
+    error = is_error(answer)
+    assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+
+
 async def test_token_strs_are_the_entries_of_the_vocabulary(server: Server) -> None:
     answer = await encoded(server, {"prompt": f"the fox{END}", "return_token_strs": True})
     assert "".join(answer["token_strs"]) == f"theĠfox{END}"
@@ -96,7 +151,7 @@ async def test_the_v1_paths_are_the_same(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "param"), [([1, 300], "tokens[1]"), ([-1], "tokens[0]"), ([2**70], "tokens"), ([True], "tokens")]
+    ("tokens", "param"), [([1, 300], "tokens"), ([-1], "tokens"), ([2**70], "tokens"), ([True], "tokens")]
 )
 async def test_ids_out_of_range_are_refused_by_place(server: Server, tokens: list[int], param: str) -> None:
     status, answer = await server.post("/detokenize", {"tokens": tokens})

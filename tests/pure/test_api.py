@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,10 @@ from janus_server import types
 from janus_server.api import parse
 from janus_server.api import plan as api
 from janus_server.api.bodies import ALLOWED, ChatBody, CompletionBody, Limits
+from janus_server.api.embeddings import EmbeddingBody, parse_embedding
+from janus_server.api.messages import MessagesBody, parse_messages
+from janus_server.api.responses import ResponsesBody, parse_responses
+from janus_server.api.tokenize import TokenizeBody, parse_tokenize
 from janus_server.errors import Refused
 
 LIMITS = Limits()
@@ -177,6 +182,44 @@ def test_what_depends_on_the_model_is_refused_by_name(fields: dict[str, Any], pa
         with pytest.raises(Refused) as caught:
             planned(**fields)
         refused_field(caught.value, param)
+
+
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+def test_the_parts_of_all_messages_are_bounded(field: str) -> None:
+    held = [{"type": "text", "text": "x"}] if field == "content" else [{"id": "1", "function": F}]
+    limits = Limits(parts=4)
+    for messages in (1, 2):
+        fields = {"model": "m", "messages": [{"role": "assistant", field: held * (4 // messages)}] * messages}
+        parse.parse_chat(json.dumps(fields).encode(), limits)
+        fields["messages"] = [{"role": "assistant", field: held * (6 // messages)}] * messages
+        with pytest.raises(Refused) as caught:
+            parse.parse_chat(json.dumps(fields).encode(), limits)
+        refused_field(caught.value, "messages")
+
+
+Shape = tuple[type[msgspec.Struct], str, dict[str, Any]]
+SHAPES: list[Shape] = [
+    (ChatBody, "echo", CHAT),
+    (CompletionBody, "suffix", TEXT),
+    (MessagesBody, "container", {**CHAT, "max_tokens": 1}),
+    (ResponsesBody, "background", {"model": "m", "input": "hi"}),
+    (TokenizeBody, "chat_template", {"prompt": "hi"}),
+    (EmbeddingBody, "truncate_prompt_tokens", {"model": "m", "input": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "name", "fields"), SHAPES)
+def test_every_body_takes_the_same_for_no(shape: type[msgspec.Struct], name: str, fields: dict[str, Any]) -> None:
+    parsers: dict[type[msgspec.Struct], Callable[[bytes, Limits], Any]] = {
+        ChatBody: parse.parse_chat, CompletionBody: parse.parse_completion, MessagesBody: parse_messages,
+        ResponsesBody: parse_responses, TokenizeBody: parse_tokenize, EmbeddingBody: parse_embedding,
+    }  # fmt: skip
+    for value in (None, False, "", [], {}):
+        parsers[shape](json.dumps({**fields, name: value}).encode(), LIMITS)
+    for value in (0, 0.0, 1, True, "x", [0], {"a": None}):
+        with pytest.raises(Refused) as caught:
+            parsers[shape](json.dumps({**fields, name: value}).encode(), LIMITS)
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
 def test_too_long_names_both_numbers() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from twin_batcher import Node, generate, request_of
+from twin_sample import same_history
 
 from janus_server.errors import Bug
 from janus_server.kv.prefix import Match
@@ -19,6 +21,16 @@ def _shape(batch: Batch | None) -> list[tuple[int, int]]:
     """(first position, tokens) of each chunk."""
     assert batch is not None
     return [(c.start, len(c.tokens)) for c in batch.chunks]
+
+
+class Unread(list[Any]):
+    """A list that may be searched by halves, never from end to end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the whole list was gone through")
+
+    def remove(self, value: object) -> None:
+        raise AssertionError("the whole list was searched")
 
 
 class TestShare:
@@ -91,8 +103,30 @@ class TestOneSequence:
         batch = node.step()
         assert batch is not None
         a, b = (c.sample for c in batch.chunks)
-        assert a is not None and (a.prompt, a.output) == ((5, 5), tuple(node.tokens("a")[:1]))
-        assert b is not None and (b.prompt, b.output) == ((), ())
+        assert a is not None and a.history is not None and same_history(a.history, (5, 5), node.tokens("a")[:1])
+        assert b is not None and b.history is None
+        assert [s.seen is None for s in node.batcher.running] == [False, True]
+
+    def test_a_prompt_is_looked_through_once_for_all_choices_and_a_preemption(self) -> None:
+        node = Node(40)
+        node.batcher.add(request_of("a", 9, max_tokens=8, n=3, sampling=Sampling(presence_penalty=0.5)), 0.0)
+        prompts = set()
+        for step in range(12):
+            batch = node.batcher.plan(0.0)
+            assert batch is not None
+            for chunk in batch.chunks:
+                (seq,) = [s for s in node.batcher.running if s.number == chunk.sequence]
+                if chunk.sample is not None:
+                    assert chunk.sample.history is not None
+                    said = node.tokens("a", seq.index)
+                    assert same_history(chunk.sample.history, seq.request.prompt, said)
+                    prompts.add(id(chunk.sample.history.prompt))
+            node.emits += node.batcher.commit(batch, *node.memory.run(batch))
+            if step == 3:
+                node.batcher.preempt(node.batcher.running[1])
+            if node.batcher.idle:
+                break
+        assert node.batcher.idle and len(prompts) == 1
 
 
 class TestSharingAStep:
@@ -401,6 +435,18 @@ class TestCancel:
         assert node.tokens("a", index) == said
         for other in {0, 1, 2} - {index}:
             assert node.tokens("a", other) == generate(request, other, 1000)[0]
+
+    def test_it_does_not_look_through_the_queue(self) -> None:
+        node = Node(40, sequences=8)
+        for i in range(60):
+            node.batcher.add(request_of(f"r{i}", 5, n=1 + i % 2), float(i % 7))
+        node.step()
+        node.batcher.running, node.batcher.waiting = Unread(node.batcher.running), Unread(node.batcher.waiting)
+        for i in range(0, 60, 3):
+            node.batcher.cancel(f"r{i}")
+        left = {node.batcher.waiting[i].request.id for i in range(len(node.batcher.waiting))}
+        left |= {node.batcher.running[i].request.id for i in range(len(node.batcher.running))}
+        assert left == {f"r{i}" for i in range(60) if i % 3}
 
     def test_unknown_and_ended_ids_are_fine(self) -> None:
         node = Node(20)

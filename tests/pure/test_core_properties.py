@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from twin_batcher import POISON, VOCABULARY, Memory, Rhythm, embedding, expected_slots, generate, scores
+from twin_sample import same_history
 
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.pages import PagePool
@@ -145,6 +147,11 @@ def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
     )
 
 
+def encoded(value: Rhythm | np.ndarray) -> object:
+    """What a batch carries beside plain records."""
+    return value.tolist() if isinstance(value, np.ndarray) else value.said
+
+
 class Doubter(Placer):
     """Tries again wherever the placer is sure that trying is no use: it must find no room, and leave no trace."""
 
@@ -255,7 +262,7 @@ class World:
             return False
         self.steps[model] += 1
         assert batch.step == self.steps[model]
-        self.trace = zlib.crc32(msgspec.msgpack.encode(batch, enc_hook=lambda grammar: grammar.said), self.trace)
+        self.trace = zlib.crc32(msgspec.msgpack.encode(batch, enc_hook=encoded), self.trace)
         self._check_batch(batcher, batch)
         answers = self.memory.run(batch)
         self._check_memory(batcher, batch)
@@ -323,11 +330,11 @@ class World:
     def _check_sample(seq: Sequence, spec: SampleSpec) -> None:
         request = seq.request
         generated = tuple(seq.tokens[len(request.prompt) :])
-        history = request.sampling.needs_history
         assert (spec.sampling, spec.choice) == (request.sampling, seq.index)
         assert spec.position == len(generated)
         assert spec.banned == (request.stop_ids if len(generated) < request.min_tokens else ())
-        assert (spec.prompt, spec.output) == ((request.prompt, generated) if history else ((), ()))
+        assert (spec.history is not None) == request.sampling.needs_history == (seq.seen is not None)
+        assert spec.history is None or same_history(spec.history, request.prompt, generated)
 
     def _check_memory(self, batcher: Batcher, batch: Batch) -> None:
         """Every sequence of the step reads back, through its page table, exactly what the twin would have there."""
@@ -351,6 +358,10 @@ class World:
             assert held.get(kv.owner, 0) == len(refs) == kv.held
             assert len(set(nodes)) == len(nodes)
             assert all(s.computed == 0 and not s.pages and s.copy is None for s in batcher.waiting)
+            by_id: dict[str, list[Sequence]] = {}
+            for seq in sorted([*batcher.running, *batcher.waiting], key=lambda s: s.number):
+                by_id.setdefault(seq.request.id, []).append(seq)
+            assert batcher._by_id == by_id, "a cancel would miss a sequence, or meet one that ended"
             if all(request.n == 1 for _, request in self.requests.values()) and batcher.running and batcher.waiting:
                 assert batcher.running[-1].order < batcher.waiting[0].order, "a younger one was admitted first"
             for seq in batcher.running:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from janus_server.api import answers, bodies, parse, tokenize
+from janus_server.api import answers, bodies, parse, plan, tokenize
 from janus_server.api.bodies import ChatBody, CompletionBody, Limits, NotYet
 from janus_server.api.openapi import About, Access, Operation, document, encode
 from janus_server.errors import Refused
@@ -23,6 +23,8 @@ from janus_server.http.docs import PAGE, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits()
+TALK = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "a"}}
 CHAT = About(
     tag="generate", summary="Chat", body=ChatBody, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk
 )
@@ -157,7 +159,12 @@ def test_the_policy_of_the_page_names_its_own_script_and_nothing_inline() -> Non
         ({"prompt": "a", "model": ""}, "model"),
         ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
         ({"prompt": "a", "chat_template": "{{ x }}"}, "chat_template"),
+        ({"prompt": "a", "chat_template": 0}, "chat_template"),
         ({"prompt": "a", "tools": [1]}, "tools[0]"),
+        ({**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({**TALK, "tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({**TALK, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     ],
 )
 def test_a_bad_tokenize_body_names_its_field(body: dict[str, Any], param: str) -> None:
@@ -171,11 +178,11 @@ def test_a_bad_tokenize_body_names_its_field(body: dict[str, Any], param: str) -
 def test_ids_out_of_range_are_named_by_their_place(tokens: list[int]) -> None:
     bad = [i for i, token in enumerate(tokens) if not 0 <= token < 10]
     if not bad:
-        tokenize.check_ids(tokens, 10)
+        plan.check_ids(tokens, 10, "tokens", "tokens")
         return
     with pytest.raises(Refused) as caught:
-        tokenize.check_ids(tokens, 10)
-    assert caught.value.param == f"tokens[{bad[0]}]"
+        plan.check_ids(tokens, 10, "tokens", "tokens")
+    assert caught.value.message.startswith(f"tokens[{bad[0]}] must be ")
 
 
 @pytest.mark.parametrize("raw", [b'{"tokens":[1,true]}', b'{"tokens":[1.5]}', b'{"tokens":"1"}', b"{}", b"[]", b"{"])

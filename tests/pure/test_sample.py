@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from twin_sample import history_of, penalised
 
-from janus_server.model.sample import logprob_of, sample, uniform
+from janus_server.model.sample import _adjust, logprob_of, sample, uniform
+from janus_server.sched.seen import Seen, distinct
 from janus_server.types import Fault, Sampled, SampleSpec, Sampling
 
 VOCAB = 50
@@ -111,8 +113,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(seed: int, others: int, dat
                 seed=seed,
             ),
             i,
-            prompt=(1, 2, 3),
-            output=(4, 4),
+            history=history_of((1, 2, 3), (4, 4)),
         )
         for i in range(others + 1)
     ]
@@ -136,14 +137,35 @@ def test_penalties_bias_and_bans_by_their_definitions() -> None:
     assert pick(SampleSpec(greedy, 0, banned=(3,))) == 4
     assert pick(SampleSpec(change(greedy, logit_bias=((7, 100.0),)), 0)) == 7
     assert pick(SampleSpec(change(greedy, logit_bias=((3, -100.0),)), 0)) == 4
-    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, prompt=(4,), output=(3,))) == 4
-    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, prompt=(3,), output=(9,))) == 3
-    assert pick(SampleSpec(change(greedy, frequency_penalty=0.06), 0, prompt=(), output=(3, 3))) == 4
-    assert pick(SampleSpec(change(greedy, repetition_penalty=1.1), 0, prompt=(3,), output=())) == 4
+    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, history=history_of((4,), (3,)))) == 4
+    assert pick(SampleSpec(change(greedy, presence_penalty=0.2), 0, history=history_of((3,), (9,)))) == 3
+    assert pick(SampleSpec(change(greedy, frequency_penalty=0.06), 0, history=history_of((), (3, 3)))) == 4
+    assert pick(SampleSpec(change(greedy, repetition_penalty=1.1), 0, history=history_of((3,)))) == 4
     # A negative logit of a seen token is pushed further down, not up.
     only = np.full((1, 10), -2.0, np.float32)
     only[0, 5] = -1.9
-    assert sample(only, [SampleSpec(change(greedy, repetition_penalty=2.0), 0, prompt=(5,))])[0].token != 5
+    assert sample(only, [SampleSpec(change(greedy, repetition_penalty=2.0), 0, history=history_of((5,)))])[0].token != 5
+
+
+@given(st.integers(0, 1000), st.integers(1, 60), st.data())
+def test_penalties_are_bit_for_bit_those_of_the_whole_text(seed: int, kinds: int, data: st.DataObject) -> None:
+    """Over a history that grew token by token, past the room it started with, looked at after every token."""
+    texts = st.lists(st.integers(0, kinds - 1), max_size=80).map(tuple)
+    prompt, output = data.draw(texts), data.draw(texts)
+    knobs = Sampling(
+        repetition_penalty=data.draw(st.sampled_from([1.0, 0.01, 0.7, 1.3, 100.0])),
+        frequency_penalty=data.draw(st.sampled_from([0.0, -1.7, 0.3])),
+        presence_penalty=data.draw(st.sampled_from([0.0, -0.4, 1.1])),
+        logit_bias=((0, 3.3), (VOCAB - 1, -7.0)),
+    )
+    logits = row(seed) * np.float32(data.draw(st.sampled_from([1.0, 1e-30, 1e37])))
+    logits[data.draw(st.integers(0, VOCAB - 1))] = -np.inf
+    seen = Seen(distinct(prompt))
+    for n in range(len(output) + 1):
+        found = _adjust(logits, SampleSpec(knobs, n, history=seen.history()))
+        assert found.tobytes() == penalised(logits, knobs, prompt, output[:n]).tobytes()
+        if n < len(output):
+            seen.add(output[n])
 
 
 @given(st.integers(0, 10_000), st.integers(0, VOCAB), st.integers(0, VOCAB - 1))
@@ -182,7 +204,7 @@ def test_no_setting_divides_by_zero_or_draws_from_nothing(
     )  # fmt: skip
     with np.errstate(divide="raise", invalid="raise"):
         for position in range(3):
-            spec = SampleSpec(knobs, position, banned=banned, prompt=tuple(range(20)), output=(1, 1, 2))
+            spec = SampleSpec(knobs, position, banned=banned, history=history_of(range(20), (1, 1, 2)))
             token = sample(logits[None], [spec])[0].token
             assert token not in banned
     if temperature == 1e-5 and size == 1e10 and repetition == 1.0 and not hidden and not banned:
@@ -194,8 +216,8 @@ def test_the_bias_comes_before_the_penalties() -> None:
     logits = np.zeros((1, 10), np.float32)
     logits[0, 3], logits[0, 4] = 2.0, 4.0
     knobs = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 4.0),))
-    assert sample(logits, [SampleSpec(knobs, 0, prompt=(3,))])[0].token == 4
-    assert sample(logits, [SampleSpec(knobs, 0, prompt=(5,))])[0].token == 3
+    assert sample(logits, [SampleSpec(knobs, 0, history=history_of((3,)))])[0].token == 4
+    assert sample(logits, [SampleSpec(knobs, 0, history=history_of((5,)))])[0].token == 3
 
 
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])

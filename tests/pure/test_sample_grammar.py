@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from twin_sample import history_of
 from word_matcher import Words
 
 from janus_server.model.sample import logprob_of, sample
@@ -67,7 +68,9 @@ def test_bias_and_penalties_choose_among_what_it_allows() -> None:
     logits[0, 3], logits[0, 4] = 2.0, 1.0
     words = Words(((3,), (4,)))
     biased = SampleSpec(Sampling(temperature=0.0, logit_bias=((4, 5.0), (8, 90.0))), 0, matcher=words.copy())
-    punished = SampleSpec(Sampling(temperature=0.0, presence_penalty=1.5), 0, output=(3,), matcher=words.copy())
+    punished = SampleSpec(
+        Sampling(temperature=0.0, presence_penalty=1.5), 0, history=history_of((), (3,)), matcher=words.copy()
+    )
     assert [sample(logits, [spec])[0].token for spec in (biased, punished)] == [4, 4]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from janus_server import types
-from janus_server.api import parse, plan, structured
+from janus_server.api import checks, parse, plan, structured
 from janus_server.api.bodies import Limits
 from janus_server.errors import Refused
 from janus_server.types import Grammar, GrammarKind
@@ -161,13 +161,21 @@ def test_only_one_can_be_followed() -> None:
 def test_depth_is_measured_without_recursion() -> None:
     assert asked(guided_json=nested(64)) is not None
     wide = {"properties": {str(i): {"enum": [[i]]} for i in range(500)}}
-    assert not structured._deeper(wide, 5) and structured._deeper(wide, 4)
+    assert not checks.deeper(wide, 5) and checks.deeper(wide, 4)
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    assert structured._deeper(deep, 64)
+    assert checks.deeper(deep, 64)
     while deep:  # a tree so deep is taken apart by hand, too
         deep = deep[0]
+
+
+def test_a_schema_is_measured_before_it_is_walked() -> None:
+    """One that is too large and too deep is told of its size: a walk through some megabytes takes a second."""
+    large = {**nested(80), "x": "y" * LIMITS.grammar_bytes}
+    for fields in ({"guided_json": large}, {"guided_json": json.dumps(large)}, schema(schema=large)):
+        with pytest.raises(Refused, match=f"at most {LIMITS.grammar_bytes} bytes"):
+            asked(**fields)
 
 
 def test_the_field_that_asked_is_known_for_later_refusals() -> None:

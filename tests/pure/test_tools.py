@@ -145,6 +145,15 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param.split(".")[0].split("[")[0])
 
 
+def test_tools_are_measured_before_they_are_walked() -> None:
+    one = {"type": "function", "function": {"name": "f", "parameters": deep(LIMITS.tool_depth + 9)}}
+    large = {"type": "function", "function": {"name": "g", "description": "x" * LIMITS.tool_bytes}}
+    with pytest.raises(Refused, match=f"tools must be at most {LIMITS.tool_bytes} bytes"):
+        body(tools=[one, large])
+    with pytest.raises(Refused, match="nested at most"):
+        body(tools=[one])
+
+
 def test_bounds_are_allowed() -> None:
     parameters = {"type": "object", "default": deep(63)}
     given = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(128)]

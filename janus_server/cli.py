@@ -84,12 +84,13 @@ examples:
   janus bench http                              what the API layer costs, beside bare aiohttp
   janus bench soak                              whether a server stays as it was: clients that leave, ten times the load
   janus bench dispatch                          LST-IMH and its rivals: guarantees, cost, requests on time
+  janus bench packing                           how many devices a demand takes, beside the exact optimum
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
-_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch")
+_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing")
 
 
 class _Parser(argparse.ArgumentParser):

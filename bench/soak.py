@@ -203,7 +203,7 @@ def leaks(server: Server, options: argparse.Namespace, checks: Checks) -> dict[s
 
 
 def overload(server: Server, options: argparse.Namespace, checks: Checks) -> dict[str, Any]:
-    """The knee: as many clients as the server has room for. Then ten times its rate, come what may; then the knee again."""
+    """The knee, with as many clients as there is room for; then ten times its rate; then the knee again."""
     knee, later = Account(), Account()
     knee_s = asyncio.run(_closed(server.port, options, knee))
     rate = OVER * knee.statuses[200] / knee_s

@@ -17,8 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from janus_server.errors import Bug
+
 # Only a process that was stopped from outside can be silent for longer than its processor time.
 _SILENT_S: Final = 60.0
+# Where this package lies comes first: an editable install is found by a hook, not by a path, and -S leaves hooks out.
+_HERE: Final = str(Path(__file__).parents[1])
 
 
 class Workers:
@@ -40,7 +44,10 @@ class Workers:
         self._closed = False
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """The program's answer; None when it gave none within its bounds, and then the process is gone too."""
+        """The program's answer; None when it gave none within its bounds, and then the process is gone too.
+
+        Raises Bug when the program cannot be started: its own words are in the server's log.
+        """
         data = json.dumps(question).encode()
         worker = self._idle.get()
         answer = None
@@ -73,12 +80,22 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
-                start_new_session=True, env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True,
+                env={"PYTHONPATH": os.pathsep.join([_HERE, *(path for path in sys.path if path)])},
             )  # fmt: skip
         ours.settimeout(_SILENT_S)
         self._stream = ours.makefile("rwb")
         ours.close()  # the stream keeps the descriptor
+        if not self._started():
+            self.close()
+            raise Bug(f"the helper process {Path(command[3]).name} did not start")
+
+    def _started(self) -> bool:
+        """Whether the program said that it is ready: one empty frame, after its imports."""
+        try:
+            return self._stream.read(4) == bytes(4)
+        except OSError:
+            return False
 
     @property
     def alive(self) -> bool:

@@ -9,6 +9,7 @@ does. A question that is too costly ends the process, wherever it is, in C code 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -17,14 +18,19 @@ from typing import Any, BinaryIO
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], cpu_s: float, memory_bytes: int) -> None:
-    """Answer questions until the server hangs up. What `answer` raises ends the process, as running out does."""
+    """Answer questions until the server hangs up. What `answer` raises ends the process, as running out does.
+
+    Until here the program's errors go to the server's log; from here on it says nothing there.
+    """
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
     lock_down(memory_bytes)
+    _write(b"")
     while (question := _read(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process
         data = json.dumps(answer(question)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(len(data).to_bytes(4, "little") + data)
-        sys.stdout.buffer.flush()
+        _write(data)
 
 
 def lock_down(memory_bytes: int) -> None:
@@ -37,6 +43,11 @@ def lock_down(memory_bytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(len(data).to_bytes(4, "little") + data)
+    sys.stdout.buffer.flush()
 
 
 def _read(stream: BinaryIO) -> dict[str, Any] | None:

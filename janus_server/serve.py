@@ -86,9 +86,9 @@ async def _serve(
 ) -> int:
     start_s = time.perf_counter()
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _on_signal, stop)
+        loop.add_signal_handler(number, _on_signal, stop, hurry)
     node = Node(config)
     progress = LoadProgress(sys.stderr)
     opening = asyncio.create_task(node.open(progress.update))
@@ -110,13 +110,13 @@ async def _serve(
             gc.collect()
             gc.freeze()
             await stopped
-            await _drain(config, node, server)
+            await _drain(config, node, server, hurry)
     finally:
         await server.close()
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
         await node.close()
-    return 0
+    return 130 if hurry.is_set() else 0
 
 
 def _url(config: ServeConfig, listening: socket.socket) -> str:
@@ -125,10 +125,12 @@ def _url(config: ServeConfig, listening: socket.socket) -> str:
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
-def _on_signal(stop: asyncio.Event) -> None:
-    if stop.is_set():
-        # A second Ctrl-C: the user does not want to wait for the drain.
+def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """The first asks for an orderly end, the second for the error events now, the third for no courtesy at all."""
+    if hurry.is_set():
         raise SystemExit(130)
+    if stop.is_set():
+        hurry.set()
     stop.set()
 
 
@@ -143,7 +145,7 @@ def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
     log.info("%d keys are in force", len(keys))
 
 
-async def _drain(config: ServeConfig, node: Node, server: Listener) -> None:
+async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: asyncio.Event) -> None:
     """Refuse new requests, let those in progress finish for a while, then end the rest with an error.
 
     In progress is what has reached the gate: a request whose body still arrives, or that is being encoded, is among
@@ -151,10 +153,11 @@ async def _drain(config: ServeConfig, node: Node, server: Listener) -> None:
     """
     node.drain("the server is shutting down")
     if server.active:
-        print(f"janus: finishing {server.active} requests (Ctrl-C again to stop at once)", file=sys.stderr)
-    await _idle(server, config.shutdown_timeout_s)
+        requests = "1 request" if server.active == 1 else f"{server.active} requests"
+        print(f"janus: finishing {requests} (Ctrl-C again to end them now)", file=sys.stderr)
+    await _idle(server, config.shutdown_timeout_s, hurry)
     if server.active:
-        log.warning("ending %d requests that did not finish in %.0f s", server.active, config.shutdown_timeout_s)
+        log.warning("ending %d requests before they are complete", server.active)
         node.end_all()
         await _idle(server, _LAST_WORDS_S)
         # Left are those that no model runs, and all of them if the device thread is stuck.
@@ -162,10 +165,10 @@ async def _drain(config: ServeConfig, node: Node, server: Listener) -> None:
         await _idle(server, _LAST_WORDS_S)
 
 
-async def _idle(server: Listener, limit_s: float) -> None:
-    """Wait until no request is in progress, at most `limit_s`."""
+async def _idle(server: Listener, limit_s: float, hurry: asyncio.Event | None = None) -> None:
+    """Wait until no request is in progress, at most `limit_s`, and no longer once there is a hurry."""
     deadline = time.monotonic() + limit_s
-    while server.active and time.monotonic() < deadline:
+    while server.active and time.monotonic() < deadline and not (hurry is not None and hurry.is_set()):
         await asyncio.sleep(0.02)
 
 
@@ -179,5 +182,6 @@ def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:
         )
     pool = format_bytes(config.memory_bytes)
     lines.append(f"  memory {pool}, of it {format_bytes(node.free_pages * config.page_bytes)} free for KV cache")
-    lines.append("  try: janus chat")
+    local = url == "http://127.0.0.1:8000"
+    lines.append("  try: janus chat" + ("" if local else f" --url {url}"))
     print("\n".join(lines), file=sys.stderr)

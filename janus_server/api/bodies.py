@@ -32,11 +32,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     total_tokens bounds n · prompts · max_tokens of one call. parts bounds the content parts and tool calls of all
     messages: a walk through so many takes some 30 ms of the loop's time. logprobs is 20 in both APIs, although OpenAI's
-    completions stop at 5; scores bounds the log probabilities that one call may have written of its prompts (1 + logprobs a token
-    and choice), embedding_values the numbers of all its embeddings. stall_s is how long a reader may leave a full
-    socket before its request is cancelled. Text longer than inline_chars is encoded on a thread of its own (2048
-    characters take about 0.5 ms); text longer than hopeless_chars is first checked against what the context could hold.
-    bodies_bytes is what all bodies being read may hold together, request_s the time from arrival to the end of an
+    completions stop at 5; scores bounds the log probabilities that one call may have written of its prompts (1 +
+    logprobs a token and choice), embedding_values the numbers of all its embeddings. stall_s is how long a reader may
+    leave a full socket before its request is cancelled. Text longer than inline_chars is encoded on a thread of its own
+    (2048 characters take about 0.5 ms); text longer than hopeless_chars is first checked against what the context could
+    hold. bodies_bytes is what all bodies being read may hold together, request_s the time from arrival to the end of an
     answer (None: any).
     """
 

@@ -36,9 +36,7 @@ def json_of(value: Any, param: str, most_bytes: int, depth: int) -> str:
     try:
         encoded = msgspec.json.encode(value)
     except RecursionError:
-        raise Refused(
-            f"{param} must be nested at most {depth} deep", param=param, code="invalid_value"
-        ) from None
+        raise Refused(f"{param} must be nested at most {depth} deep", param=param, code="invalid_value") from None
     need(len(encoded) <= most_bytes, param, f"at most {most_bytes} bytes of JSON")
     return encoded.decode()
 

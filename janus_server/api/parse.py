@@ -47,9 +47,7 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
     """Refuse a chat body whose fields are out of range, or do not go together."""
     _check_common(body, limits, bodies.UNSUPPORTED_CHAT)
     need(0 < len(body.messages) <= limits.messages, "messages", f"a list of 1 to {limits.messages} messages")
-    parts = sum(
-        len(held) for one in body.messages for held in (one.content, one.tool_calls) if isinstance(held, list)
-    )
+    parts = sum(len(held) for one in body.messages for held in (one.content, one.tool_calls) if isinstance(held, list))
     need(parts <= limits.parts, "messages", f"of at most {limits.parts} parts together")
     check_tools(body, limits)
     need(body.add_special_tokens is not True, "add_special_tokens", "false in chat: the template writes them")

@@ -112,7 +112,8 @@ async def test_what_chat_refuses_is_refused_here(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param"), [({"prompt": "x" * 9000}, "prompt"), ({"messages": [{**TALK[0], "content": "x" * 9000}]}, "messages")]
+    ("body", "param"),
+    [({"prompt": "x" * 9000}, "prompt"), ({"messages": [{**TALK[0], "content": "x" * 9000}]}, "messages")],
 )
 async def test_a_hopeless_text_is_not_encoded(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
     model = FakeModel()

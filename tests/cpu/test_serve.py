@@ -229,7 +229,7 @@ def test_a_second_signal_ends_at_once(slow_model: Path) -> None:
         connection.request("POST", "/v1/completions", json.dumps(body))
         connection.getresponse().readline()
         server.process.send_signal(signal.SIGINT)
-        server.read_until("finishing 1 requests")
+        server.read_until("finishing 1 request ")
         assert server.stop() == 130
 
 

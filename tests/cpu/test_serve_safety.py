@@ -185,7 +185,7 @@ def test_a_request_still_arriving_at_the_end_is_answered(model: Path) -> None:
         arriving.sendall(body[:5])
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
-        server.read_until("finishing 1 requests")
+        server.read_until("finishing 1 request ")
         arriving.sendall(body[5:])
         assert arriving.recv(65536).startswith(b"HTTP/1.1 503")
         assert server.process.wait(30) == 0

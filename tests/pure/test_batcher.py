@@ -334,9 +334,9 @@ class TestStarved:
         tries: list[int] = []
         match = node.batcher.prefix.match
 
-        def counted(tokens: Sequence[int], limit: int) -> Match:
+        def counted(tokens: Sequence[int], limit: int, tenant: str) -> Match:
             tries.append(len(tokens))
-            return match(tokens, limit)
+            return match(tokens, limit, tenant)
 
         node.batcher.prefix.match = counted  # type: ignore[method-assign]
         return tries

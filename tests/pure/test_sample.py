@@ -147,7 +147,7 @@ def test_penalties_bias_and_bans_by_their_definitions() -> None:
     assert sample(only, [SampleSpec(change(greedy, repetition_penalty=2.0), 0, history=history_of((5,)))])[0].token != 5
 
 
-@given(st.integers(0, 1000), st.integers(1, 60), st.data())
+@given(st.integers(0, 1000), st.integers(1, VOCAB), st.data())
 def test_penalties_are_bit_for_bit_those_of_the_whole_text(seed: int, kinds: int, data: st.DataObject) -> None:
     """Over a history that grew token by token, past the room it started with, looked at after every token."""
     texts = st.lists(st.integers(0, kinds - 1), max_size=80).map(tuple)

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,8 @@ class Setup:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     metrics, percentiles = _metrics(options)
+    if options.plot is not None and find_spec("matplotlib") is None:  # said before the run, not after it
+        raise BadConfig("--plot needs matplotlib; run: pip install 'janus-server[bench]'")
     setup = prepare(options, os.environ.get("OPENAI_API_KEY"))
     allow_open_files(min(len(setup.plans), options.max_concurrency or len(setup.plans)))
     warmups = datasets.warmup_plans(setup.apps, options.num_warmups, setup.plans)

@@ -154,7 +154,11 @@ async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: async
     node.drain("the server is shutting down")
     if server.active:
         requests = "1 request" if server.active == 1 else f"{server.active} requests"
-        print(f"janus: finishing {requests} (Ctrl-C again to end them now)", file=sys.stderr)
+        sentence = f"finishing {requests} (Ctrl-C again to end them now)"
+        if config.log_format is LogFormat.JSON:
+            logs.decision(sentence, kind="drain", open_requests=server.active)
+        else:
+            print(f"janus: {sentence}", file=sys.stderr)
     await _idle(server, config.shutdown_timeout_s, hurry)
     if server.active:
         log.warning("ending %d requests before they are complete", server.active)
@@ -184,4 +188,7 @@ def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:
     lines.append(f"  memory {pool}, of it {format_bytes(node.free_pages * config.page_bytes)} free for KV cache")
     local = url == "http://127.0.0.1:8000"
     lines.append("  try: janus chat" + ("" if local else f" --url {url}"))
-    print("\n".join(lines), file=sys.stderr)
+    if config.log_format is LogFormat.JSON:
+        logs.decision(lines[0], kind="ready", url=url, seconds=round(took_s, 3), models=list(stages))
+    else:
+        print("\n".join(lines), file=sys.stderr)

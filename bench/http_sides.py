@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 from janus_server.api.plan import Target  # house: exempt — what is measured is the API layer itself
 from janus_server.config import serve_config  # house: exempt — as above
 from janus_server.executor import Cancel, StepReport, StepTime, Submit  # house: exempt — as above
-from janus_server.instance import Flow, ServedModel, Streams  # house: exempt — as above
+from janus_server.flow import Flow
+from janus_server.instance import ServedModel, Streams  # house: exempt — as above
 from janus_server.types import BatcherStats, Emit, FinishReason, Load, ModelCard, Owner, Request, Sampling
 
 MODEL: Final = "noop"

@@ -2,26 +2,27 @@
 
 A `Call` is one API call's requests together: it turns the device thread's emits into deltas, text that can no longer
 change, cut at stop strings. Leaving it early (a client that left) cancels what still runs, in queue, prefill and decode
-alike. A `Flow` holds calls while their model is not Active. Everything here lives on the event loop.
+alike. Everything here lives on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from janus_server.errors import Refused, require
-from janus_server.executor import Cancel, DeviceThread, StepReport, Submit
+from janus_server.executor import Cancel, StepReport, Submit
 from janus_server.tokens.detokenize import Detokenizer, StopMatcher
 from janus_server.types import Delta, Emit, FinishReason, Load, ModelCard, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from janus_server.api.plan import Target
+    from janus_server.flow import Flow
     from janus_server.tokens.tokenizer import Tokenizer
 
 _NOT_IN_TIME = "the model could not be made ready in time; other models keep its memory busy"
@@ -33,6 +34,9 @@ class News(msgspec.Struct, frozen=True, gc=False):
 
     prompt: int
     delta: Delta
+
+
+Sink = Callable[[list[News]], bool]
 
 
 class Streams:
@@ -67,70 +71,6 @@ class Streams:
             if answer is not None:
                 answer.started = answer.started or emit.token is not None
                 answer.call.put(answer, emit)
-
-
-class Flow:
-    """The calls to one model, and whether they may run: held while the model is not Active or is being drained.
-
-    `changed` is told when a call comes, leaves or is held, so that who decides can act on it. A call is held for at
-    most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it.
-    """
-
-    def __init__(
-        self, model: str, device: DeviceThread, changed: Callable[[], None], patience_s: float = 120.0
-    ) -> None:
-        self.model = model
-        self.device = device
-        self.patience_s = patience_s
-        self.idle_since_s = time.monotonic()
-        self._changed = changed
-        self.running = 0
-        self._open = False
-        self._running: dict[Call, None] = {}
-        self._held: dict[Call, None] = {}
-
-    @property
-    def held(self) -> int:
-        """Calls that wait for the model."""
-        return len(self._held)
-
-    def enter(self, call: Call) -> None:
-        if self._open:
-            self._run(call)
-        else:
-            self._held[call] = None
-        self._changed()
-
-    def leave(self, call: Call) -> None:
-        self._held.pop(call, None)
-        if call in self._running:
-            del self._running[call]
-            self.running -= call.prompts
-            if not self._running:
-                self.idle_since_s = time.monotonic()
-        self._changed()
-
-    def hold(self) -> None:
-        """New calls wait; those that run go on."""
-        self._open = False
-
-    def serve(self) -> None:
-        """Calls run from now on, first those that were held, in the order they came."""
-        self._open = True
-        self.idle_since_s = time.monotonic()
-        held, self._held = self._held, {}
-        for call in held:
-            self._run(call)
-
-    def refuse(self, refused: Refused) -> None:
-        """End the calls that are held: the model cannot be had."""
-        for call in self._held:
-            call.refuse(refused)
-
-    def _run(self, call: Call) -> None:
-        self._running[call] = None
-        self.running += call.prompts
-        call.start()
 
 
 class ServedModel:
@@ -169,6 +109,14 @@ class Call:
         self._unfinished = sum(request.n for request in requests)
         self._arrived: list[tuple[_Answer, Emit]] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()  # kept: asking for it costs a system call
+        self._sink: Sink | None = None
+        self._pouring = False
+        self._broken = False
+        self._kept: list[News] = []
+        self._until_s = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_s = 0.0
 
     @property
     def prompts(self) -> int:
@@ -195,6 +143,8 @@ class Call:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         for answer in self._answers:
             self._streams.close(answer)
             if self._started and not all(choice.finished for choice in answer.choices):
@@ -203,25 +153,53 @@ class Call:
 
     def put(self, answer: _Answer, emit: Emit) -> None:
         self._arrived.append((answer, emit))
-        self._wake()
+        if self._sink is None:
+            self._wake()
+        elif not self._pouring:
+            self._pouring = True
+            self._loop.call_soon(self._pour)
+
+    def pour_into(self, sink: Sink) -> None:
+        """From now on news go to `sink` as they come; what it does not take (False) waits for `take`, and all after it.
+
+        It must not wait. This saves the half of a token's cost that waking a task is.
+        """
+        self._sink = sink
+
+    def _pour(self) -> None:
+        """A callback of its own, so that a sink that fails ends its call and no other."""
+        self._pouring, broken = False, True
+        try:
+            news = self._read_all()
+            if news and not (self._sink is not None and self._waiter is not None and self._sink(news)):
+                self._kept = news
+            broken = False
+        finally:
+            self._broken = self._broken or broken
+            if self._kept or not self._unfinished or broken:
+                self._wake()
+
+    def _read_all(self) -> list[News]:
+        kept, self._kept = self._kept, []
+        arrived, self._arrived = self._arrived, []
+        return kept + [one for answer, emit in arrived if (one := self._read(answer, emit)) is not None]
 
     async def take(self, timeout_s: float) -> list[News] | None:
         """What has come since the last call, at least one item; [] when nothing came in time; None after the end.
 
         Raises Refused when the call waited for a model that cannot be had.
         """
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s
+        self._until_s = 0.0
         while True:
-            self._check_held()
-            arrived, self._arrived = self._arrived, []
-            news = [one for answer, emit in arrived for one in self._read(answer, emit)]
-            if news or not self._unfinished:
-                return news or None
-            left_s = until_s - loop.time()
-            if left_s <= 0:
+            if not self._started or self._refused is not None:
+                self._check_held()
+            require(not self._broken, "what writes an answer has failed")
+            if news := self._read_all():
+                return news
+            if not self._unfinished:
+                return None
+            if not await self._wait(timeout_s):
                 return []
-            await self._wait(left_s)
 
     def _check_held(self) -> None:
         """Raise the refusal that came while the call was held, or the one for having been held too long."""
@@ -230,29 +208,51 @@ class Call:
         if self._refused is not None:
             raise self._refused
 
-    async def _wait(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    async def _wait(self, timeout_s: float) -> bool:
+        """Until something comes; False when nothing did in time, counted from the first wait of a `take`."""
+        loop = self._loop
+        now = loop.time()
+        if not self._until_s:
+            self._until_s = now + timeout_s
+        if now >= self._until_s:
+            return False
+        # One alarm for many waits: a timer for each token would cost more than the token. It is set anew when it rings
+        # too early, and only ever moved forward here.
+        if self._alarm is None or self._until_s < self._alarm_s:
+            self._set_alarm(loop)
         self._waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, self._wake)
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
+        return True
 
-    def _read(self, answer: _Answer, emit: Emit) -> Iterator[News]:
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_s = self._until_s
+        self._alarm = loop.call_at(self._until_s, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = None
+        if self._waiter is not None and loop.time() < self._until_s:
+            self._set_alarm(loop)
+        else:
+            self._wake()
+
+    def _read(self, answer: _Answer, emit: Emit) -> News | None:
         choice = answer.choices[emit.index]
         if choice.finished:  # a stop string ended it; the device thread has not heard yet
-            return
+            return None
         if emit.token is None and emit.finish is None:  # scores of a prompt that is still being computed
             choice.hold(emit.prompt_logprobs)
-            return
+            return None
         delta = choice.take(emit)
         if choice.finished:
             self._unfinished -= 1
             if emit.finish is None:
                 self._flow.device.post(Cancel(self._flow.model, answer.request.id, emit.index))
-        yield News(answer.prompt, delta)
+        return News(answer.prompt, delta)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -293,7 +293,14 @@ class _Choice:
         self._scores += scores
 
     def take(self, emit: Emit) -> Delta:
-        finish = emit.finish
+        finish, token = emit.finish, emit.token
+        if token is not None and not finish and self._matcher is None and not (emit.prompt_logprobs or self._scores):
+            # What nearly every token is: no end, nothing to match or to score.
+            logprobs = () if emit.logprob is None else (emit.logprob,)
+            text = self._detokenizer.push(token)
+            if emit.queued_s is None and not emit.cached_tokens:
+                return Delta(self.index, text, (token,), logprobs)
+            return Delta(self.index, text, (token,), logprobs, None, emit.cached_tokens, emit.queued_s)
         scores, self._scores = self._scores + emit.prompt_logprobs, ()
         # The token that ended the choice is counted but not shown, as every OpenAI server does. (The last one that a
         # grammar allows is no end token: it belongs to the text.)

@@ -21,8 +21,9 @@ from janus_server.config import ServeConfig
 from janus_server.engine import engine_of
 from janus_server.errors import BadConfig, BadModel, require
 from janus_server.executor import DeviceThread, Engine
+from janus_server.flow import Flow
 from janus_server.fork import offer_of, want_of
-from janus_server.instance import Flow, ServedModel, Streams
+from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.table import Kernels
 from janus_server.kv.host import HostCopies
 from janus_server.kv.move import Pace, Stopped, full_digest, move, sampled_digest

@@ -8,10 +8,14 @@ anything a client wrote.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from janus_server import types
 from janus_server.api.plan import Call
@@ -45,7 +49,8 @@ class Metrics:
         self.success = counter("vllm:request_success", "Choices ended, by reason", ("finished_reason",))
         self.disconnects = counter("janus_client_disconnects", "Calls whose client left before the end")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token of a call", TTFT_S)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Gap between the deltas of a choice", TOKEN_S)
+        self.itl = _Gaps("vllm:inter_token_latency_seconds", "Gap between the deltas of a choice", TOKEN_S)
+        self.registry.register(self.itl)
         self.tpot = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time per token after the first", TOKEN_S
         )
@@ -112,7 +117,7 @@ class ModelMetrics:
         self.generation_tokens = m.generation_tokens.labels(*labels)
         self.success = {reason: m.success.labels(*labels, reason.value) for reason in types.FinishReason}
         self.disconnects = m.disconnects.labels(*labels)
-        self.ttft, self.itl, self.tpot = m.ttft.labels(*labels), m.itl.labels(*labels), m.tpot.labels(*labels)
+        self.ttft, self.itl, self.tpot = m.ttft.labels(*labels), m.itl.of(model), m.tpot.labels(*labels)
         self.e2e, self.queue = m.e2e.labels(*labels), m.queue.labels(*labels)
         self.prefill, self.decode = m.prefill.labels(*labels), m.decode.labels(*labels)
         self.inference = m.inference.labels(*labels)
@@ -128,6 +133,38 @@ class ModelMetrics:
         self._step_s.observe(total_s)
         self._device_s.inc(device_s)
         self._step_tokens.observe(tokens)
+
+
+class _Gaps:
+    """A histogram that is observed once a token, so that counting must cost less than the client library's does."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, buckets
+        self._models: dict[str, _ModelGaps] = {}
+
+    def of(self, model: str) -> _ModelGaps:
+        return self._models.setdefault(model, _ModelGaps(self._bounds))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for model, gaps in self._models.items():
+            counts = itertools.accumulate(gaps.counts)
+            family.add_metric((model, ENGINE), list(zip(bounds, counts, strict=True)), gaps.sum_s)
+        yield family
+
+
+class _ModelGaps:
+    """One model's counts, by the first bound that a gap does not exceed; the last is for those beyond all."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        self.counts[bisect.bisect_left(self._bounds, gap_s)] += 1
+        self.sum_s += gap_s
 
 
 class CallWatch:

@@ -22,6 +22,8 @@ from janus_server.errors import Refused
 
 # Names are looked for only in bodies up to this size: a body of nothing but names would cost 25 times its bytes.
 SEARCHED_BYTES = 1 << 18
+# So much of a field's path is repeated in a refusal: a client may make its own names as long as a body.
+PATH_CHARS = 200
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -109,7 +111,10 @@ def ignored_fields(raw: bytes, shape: type[msgspec.Struct]) -> tuple[str, ...]:
     """Names in a body that parsed as `shape` which nothing here reads, in their order."""
     if len(raw) > SEARCHED_BYTES:
         return ()
-    names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    try:
+        names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:  # a name that is not UTF-8: the reader of `shape` passes over what it ignores
+        _refuse_json(raw, str(error))
     return tuple(name for name in names if name not in shape.__struct_fields__)
 
 
@@ -167,16 +172,27 @@ def _not_finite(raw: bytes) -> str | None:
         tree = json.loads(raw, parse_constant=lambda _: marker)
     except (ValueError, RecursionError):
         return None
-    pending: list[tuple[str, Any]] = [("", tree)]
+    # A place is its parent's place and a key: paths as texts could take a thousand times the body's bytes.
+    pending: list[tuple[Any, Any]] = [((), tree)]
     while pending:
-        path, value = pending.pop()
+        place, value = pending.pop()
         if value is marker:
-            return path
+            return _spelled(place)
         if isinstance(value, dict):
-            pending.extend((f"{path}.{key}" if path else key, item) for key, item in reversed(value.items()))
+            pending.extend(((place, key), item) for key, item in reversed(value.items()))
         elif isinstance(value, list):
-            pending.extend((f"{path}[{i}]", item) for i, item in reversed(list(enumerate(value))))
+            pending.extend(((place, i), value[i]) for i in reversed(range(len(value))))
     return None
+
+
+def _spelled(place: Any) -> str:
+    """a.b[0] for (((), "a"), "b"), 0), cut where it is too long to be shown."""
+    parts: list[str] = []
+    while place:
+        place, key = place
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{key[:PATH_CHARS]}")
+    path = "".join(reversed(parts)).removeprefix(".")
+    return path if len(path) <= PATH_CHARS else path[:PATH_CHARS] + "…"
 
 
 # Checks

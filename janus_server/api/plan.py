@@ -273,8 +273,9 @@ def _max_tokens(kind: Kind, body: CommonBody, prompt: int, context: int, budget:
     if asked is None:
         return min(room, budget) if kind is Kind.CHAT else min(room, budget, 16)
     if asked > room:
+        shown = asked if asked < 1 << 31 else "too large"  # JSON holds whole numbers of four thousand digits
         raise Refused(
-            f"{name} is {asked} and the prompt has {prompt} tokens: together more than the model's context of "
+            f"{name} is {shown} and the prompt has {prompt} tokens: together more than the model's context of "
             f"{context} tokens; {name} must be at most {room}",
             param=name,
             code="context_length_exceeded",

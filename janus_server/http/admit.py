@@ -19,7 +19,7 @@ from janus_server.http.gate import key_name
 from janus_server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from janus_server.instance import Call, News
+    from janus_server.instance import Call, News, Sink
 
 
 class Door:
@@ -68,8 +68,10 @@ class Entry:
         return Admitted(self, call)
 
     def saw(self, news: list[News]) -> None:
+        made = 0
         for item in news:
-            self.made_tokens += len(item.delta.tokens)
+            made += len(item.delta.tokens)
+        self.made_tokens += made
         if not self.started:
             self.started = True
             self._admission.start(self._grant, time.monotonic())
@@ -92,6 +94,17 @@ class Admitted:
     def __init__(self, entry: Entry, call: Call) -> None:
         self._entry = entry
         self._call = call
+
+    def pour_into(self, sink: Sink) -> None:
+        """As `Call.pour_into`."""
+
+        def counted(news: list[News]) -> bool:
+            taken = sink(news)
+            if taken:
+                self._entry.saw(news)
+            return taken
+
+        self._call.pour_into(counted)
 
     async def take(self, timeout_s: float) -> list[News] | None:
         """As `Call.take`; Refused (504) when the call's time is over."""

@@ -30,7 +30,7 @@ from janus_server.metrics import CallWatch
 
 if TYPE_CHECKING:
     from janus_server.grammar.matcher import Matcher
-    from janus_server.instance import ServedModel
+    from janus_server.instance import News, ServedModel
     from janus_server.tokens.tokenizer import Tokenizer
 
 
@@ -64,6 +64,7 @@ CHAT = Style(chat_reply.WholeChat, chat_reply.StreamChat)
 
 # Tokens at the end of a prompt that hold more than the text which is looked for there.
 PROMPT_END_TOKENS = 16
+_ABNORMAL = frozenset({types.FinishReason.ERROR, types.FinishReason.ABORT})
 
 
 class Generate:
@@ -164,6 +165,7 @@ class Generate:
         self, request: web.Request, stream: Stream, running: Admitted, watch: CallWatch
     ) -> web.StreamResponse:
         sse = request[SSE] = SseWriter(request, self._service.limits.stall_s, stream.error)
+        running.pour_into(functools.partial(_write_now, sse, stream, watch))
         while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
             if not news:
                 await sse.ping()
@@ -176,9 +178,11 @@ class Generate:
                 refused = reply.failure(item.delta)
                 if refused is not None:
                     break
-                work = functools.partial(stream.events, item.prompt, item.delta)
-                # A scored prompt of some thousand tokens would hold up the loop.
-                events.append(await self._service.on_thread(work) if item.delta.prompt_logprobs else work())
+                if item.delta.prompt_logprobs:  # a scored prompt of some thousand tokens would hold up the loop
+                    work = functools.partial(stream.events, item.prompt, item.delta)
+                    events.append(await self._service.on_thread(work))
+                else:
+                    events.append(stream.events(item.prompt, item.delta))
             if written := b"".join(events):  # a delta whose text is held back has no event
                 await sse.send(written)
             if refused is not None:
@@ -219,6 +223,23 @@ class Generate:
         # Short texts need no look at the vocabulary, which takes 60 ms once.
         if chars > self._service.limits.hopeless_chars:
             plan.refuse_hopeless(chars, model.tokenizer.longest_token_chars, model.target, param)
+
+
+def _write_now(sse: SseWriter, stream: Stream, watch: CallWatch, news: list[News]) -> bool:
+    """Write news the moment they come, where that takes no waiting; False leaves them to the handler."""
+    if not sse.flowing:
+        return False
+    for item in news:
+        if item.delta.prompt_logprobs or item.delta.finish in _ABNORMAL:
+            return False
+    now = time.monotonic()
+    written = b""
+    for item in news:
+        watch.delta(item.prompt, item.delta, now)
+        written += stream.events(item.prompt, item.delta)
+    if written:
+        sse.send_now(written)
+    return True
 
 
 def _encode_all(tokenizer: Tokenizer, given: Sequence[str | list[int]], body: CompletionBody) -> list[list[int]]:

@@ -31,15 +31,32 @@ class SseWriter:
         self._request = request
         self._stall_s = stall_s
         self._error = error
+        self._wrote = False
+        self._transport: asyncio.Transport | None = None
+        self._chunked = False
 
     @property
     def started(self) -> bool:
         return self.response.prepared
 
+    @property
+    def flowing(self) -> bool:
+        """True when `send_now` can be used: a byte is out, the reader is there and keeps up."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() == 0
+
+    def send_now(self, events: bytes) -> None:
+        """Write a few events while `flowing`, framed here: around a write aiohttp does more than the write costs."""
+        if self._transport is not None:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+            self._wrote = True
+
     async def send(self, events: bytes) -> None:
         """Write events and wait while the socket is full. Raises ConnectionError when the reader is gone or stalled."""
         if not self.response.prepared:
             await self.response.prepare(self._request)
+            self._transport = self._request.transport
+            self._chunked = "Transfer-Encoding" in self.response.headers
         transport = self._request.transport
         if transport is not None and len(events) <= SMALL_BYTES and transport.get_write_buffer_size() == 0:
             # Cannot block: it stays under the transport's mark even if the kernel takes nothing. Saves a timer.
@@ -54,7 +71,10 @@ class SseWriter:
             raise ConnectionResetError("the reader stalled") from None
 
     async def ping(self) -> None:
-        await self.send(PING)
+        """A comment, unless something was written since the last one was due."""
+        if not self._wrote:
+            await self.send(PING)
+        self._wrote = False
 
     async def finish(self, events: bytes) -> None:
         """The last events and the end of the body."""

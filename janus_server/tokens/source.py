@@ -25,6 +25,8 @@ _TURN_ENDS = (
 )  # fmt: skip
 _GGUF_NAMES = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+# Longer pieces are no words: to try every cut of one would cost the square of its length.
+_LONGEST_PIECE_CHARS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ def parts_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
     """Rebuild the tokenizer that the keys tokenizer.* describe."""
     model = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = [int(t) for t in _sequence(metadata, "tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
+    if not tokens:
+        raise BadModel("tokenizer.ggml.tokens is empty")
+    types = _numbers(metadata, "tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise BadModel("tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length")
     if model == "gpt2":
@@ -82,7 +86,7 @@ def parts_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
     elif model == "llama":
         backend, adds_bos = _sentencepiece(tokens, types, metadata), True
     else:
-        raise BadModel(f"tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)")
+        raise BadModel(f"tokenizer.ggml.model {model!r:.80} is not supported (gpt2 and llama are)")
     for kind in (_CONTROL, _USER_DEFINED):
         added = [text for text, its in zip(tokens, types, strict=True) if its == kind]
         backend.add_tokens([AddedToken(text, special=kind == _CONTROL, normalized=False) for text in added])
@@ -212,20 +216,17 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, object]) -> tuple[
     return backend, llama3
 
 
-def _sentencepiece(tokens: Sequence[str], types: Sequence[int], metadata: Mapping[str, object]) -> Tokenizer:
-    scores = [float(score) for score in _sequence(metadata, "tokenizer.ggml.scores", None)]
+def _sentencepiece(tokens: Sequence[str], types: Sequence[float], metadata: Mapping[str, object]) -> Tokenizer:
+    scores = _numbers(metadata, "tokenizer.ggml.scores", None)
     if len(scores) != len(tokens):
         raise BadModel("tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length")
     vocab = {text: i for i, text in enumerate(tokens)}
     unknown = _optional_id(metadata, "tokenizer.ggml.unknown_token_id", len(tokens))
-    backend = Tokenizer(
-        models.BPE(
-            vocab,
-            _merges_by_score(tokens, types, scores),
-            unk_token=tokens[0 if unknown is None else unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    merges = _merges_by_score(tokens, types, scores)
+    unk_token = tokens[0 if unknown is None else unknown]
+    backend = _built(
+        "tokenizer.ggml.tokens do not make a vocabulary",
+        lambda: Tokenizer(models.BPE(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)),
     )
     replaced = normalizers.Replace(" ", "▁")
     strip: list[decoders.Decoder] = []
@@ -238,9 +239,13 @@ def _sentencepiece(tokens: Sequence[str], types: Sequence[int], metadata: Mappin
     return backend
 
 
-def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_by_score(tokens: Sequence[str], types: Sequence[float], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Sentencepiece joins the neighbours whose joined piece scores best; as BPE, each split of a piece is a merge."""
-    pieces = {text for text, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    pieces = {
+        text
+        for text, kind in zip(tokens, types, strict=True)
+        if kind in (_NORMAL, _USER_DEFINED) and len(text) <= _LONGEST_PIECE_CHARS
+    }
     ranked = sorted((-scores[i], i) for i, text in enumerate(tokens) if text in pieces and len(text) > 1)
     return [
         (text[:cut], text[cut:])
@@ -263,6 +268,8 @@ _DEEPSEEK3 = frozenset(("deepseek-v3",))
 def _splits(pre: object) -> list[pre_tokenizers.PreTokenizer]:
     """The pre-tokenizer behind a name in tokenizer.ggml.pre: GGUF files carry the name, not the patterns."""
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if not isinstance(pre, str):
+        raise BadModel("tokenizer.ggml.pre must be a string")
     if pre in _GPT2:
         return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     if pre in _SMOLLM:
@@ -275,7 +282,7 @@ def _splits(pre: object) -> list[pre_tokenizers.PreTokenizer]:
         words = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
         rest = r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         return [_split(r"\p{N}{1,3}"), _split("[一-龥぀-ゟ゠-ヿ]+"), _split(words + rest), as_bytes]
-    raise BadModel(f"tokenizer.ggml.pre {pre!r} is not supported: its way to split words is not known here")
+    raise BadModel(f"tokenizer.ggml.pre {pre!r:.80} is not supported: its way to split words is not known here")
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -295,6 +302,14 @@ def _sequence(metadata: Mapping[str, object], key: str, default: Sequence[Any] |
     return value  # type: ignore[return-value]
 
 
+def _numbers(metadata: Mapping[str, object], key: str, default: Sequence[int] | None) -> Sequence[float]:
+    values = _sequence(metadata, key, default)
+    # NaN, which no order holds, is not equal to itself.
+    if not all(type(value) in (int, float) and value == value for value in values):
+        raise BadModel(f"{key} must be an array of numbers")
+    return values
+
+
 def _strings(metadata: Mapping[str, object], key: str) -> Sequence[str]:
     values = _sequence(metadata, key, None)
     if not all(isinstance(value, str) for value in values):
@@ -306,6 +321,6 @@ def _optional_id(metadata: Mapping[str, object], key: str, vocab: int) -> int | 
     value = metadata.get(key)
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < vocab:
+    if type(value) is not int or not 0 <= value < vocab:
         raise BadModel(f"{key} is not the id of a token")
     return value

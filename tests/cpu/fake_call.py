@@ -51,6 +51,9 @@ class Merged:
         # Waited for, so that a request is gone from its engine before the answer's last byte is.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def pour_into(self, sink: object) -> None:
+        """Nothing is poured: all news wait for `take`."""
+
     async def take(self, timeout_s: float) -> list[News] | None:
         """What has come since the last call, at least one item; [] when nothing came in time; None at the end.
 

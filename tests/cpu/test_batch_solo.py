@@ -25,8 +25,9 @@ from local_engine import LocalEngine
 from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.executor import Cancel, StepReport, Submit
+from janus_server.flow import Flow
 from janus_server.grammar.compile import Grammars
-from janus_server.instance import Call, Flow, ServedModel, Streams
+from janus_server.instance import Call, ServedModel, Streams
 from janus_server.kernels.table import DType
 from janus_server.types import FinishReason, Grammar, GrammarKind, Pooling, Request, Sampling
 

@@ -12,7 +12,8 @@ from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, StepReport, Submit
-from janus_server.instance import Call, Flow, ServedModel, Streams
+from janus_server.flow import Flow
+from janus_server.instance import Call, ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request, Sampling, TokenLogprob
 
 EOS = 2

@@ -15,7 +15,8 @@ from typing import Any
 from harness import fuzz
 
 from janus_server.executor import Cancel, StepReport
-from janus_server.instance import Flow, ServedModel, Streams
+from janus_server.flow import Flow
+from janus_server.instance import ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request
 
 # Alphabets as small as can be: stop strings must overlap themselves and each other all the time.

@@ -81,7 +81,7 @@ def measure(streams: int, tokens: int, rounds: int, chat: bool) -> dict[str, Any
     }
     mine = medians["ours"]
     ratios = {
-        name: {"rate": mine["tokens_s"] / of["tokens_s"], "cpu": of["cpu_us"] / mine["cpu_us"]}
+        name: {"rate": mine["tokens_s"] / of["tokens_s"], "cpu": of["cpu_us"] / max(mine["cpu_us"], 1e-3)}
         for name, of in medians.items()
         if name != "ours"
     }

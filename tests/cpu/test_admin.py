@@ -466,6 +466,8 @@ def test_janus_memory_goes_on_until_it_is_interrupted(admin: Admin) -> None:
     running = subprocess.Popen(
         [sys.executable, "-m", "janus_server", "memory", "--watch", "--url", admin.url], stdout=subprocess.PIPE,
         text=True, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)},
+        # A shell that runs the tests in the background has them ignore what Ctrl-C sends.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         assert running.stdout is not None

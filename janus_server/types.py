@@ -163,6 +163,7 @@ class Emit(msgspec.Struct, frozen=True):
     queued_s: float | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
+    fault: Fault | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -183,6 +184,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
     message: str | None = None
+    fault: Fault | None = None
     stop: str | None = None
 
 

@@ -197,6 +197,8 @@ def failure(delta: types.Delta) -> Refused | None:
     """The refusal that a delta stands for when its choice ended in trouble; None for text and natural ends."""
     if delta.finish is types.FinishReason.ERROR:
         message = delta.message or "the model failed while it answered"
+        if delta.fault is types.Fault.GRAMMAR:
+            return Refused(message, code="invalid_grammar")
         return Refused(message, status=500, kind="server_error", code="engine_error")
     if delta.finish is types.FinishReason.ABORT:
         message = delta.message or "the server is shutting down; it ended this request before it was complete"

@@ -50,7 +50,7 @@ class Door:
         try:
             yield entry
         finally:
-            used = call.prompt_tokens + entry.made_tokens if entry.started else 0
+            used = call.prompt_tokens + entry.made_tokens if entry.ran else 0
             self.admission.finish(grant, used, time.monotonic())
 
 
@@ -58,13 +58,14 @@ class Entry:
     """A call that was let in: what it has made so far, and until when it may go on."""
 
     def __init__(self, admission: Admission, grant: Grant, deadline_s: float | None) -> None:
-        self.started = False
+        self.started = self.ran = False
         self.made_tokens = 0
         self._admission = admission
         self._grant = grant
         self._deadline_s = deadline_s
 
     def over(self, call: Call) -> Admitted:
+        self.ran = True  # who leaves before the first token has had the prompt computed all the same
         return Admitted(self, call)
 
     def saw(self, news: list[News]) -> None:

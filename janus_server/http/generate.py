@@ -25,7 +25,7 @@ from janus_server.http.admit import Admitted
 from janus_server.http.edge import SSE
 from janus_server.http.gate import key_name
 from janus_server.http.service import Service
-from janus_server.http.sse import SseWriter
+from janus_server.http.sse import SseWriter, send_whole
 from janus_server.metrics import CallWatch
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Generate:
                     news = entry.over(running)
                     if call.stream:
                         return await self._stream(request, style.stream(call, model.tokenizer), news, watch)
-                    return await self._whole(call, style.whole(call, model.tokenizer), news, watch)
+                    return await self._whole(request, call, style.whole(call, model.tokenizer), news, watch)
             except (asyncio.CancelledError, ConnectionError):
                 metrics.disconnects.inc()
                 raise
@@ -145,12 +145,14 @@ class Generate:
         if grammar is None:
             return []
         eos_ids = model.target.eos_ids
-        first = await self._service.on_thread(
+        first = await self._service.on_grammar_thread(
             lambda: self._service.grammars.compile(model.tokenizer, grammar, eos_ids, call.grammar_from)
         )
         return [first, *(first.copy() for _ in call.requests[1:])]
 
-    async def _whole(self, call: plan.Call, whole: Whole, running: Admitted, watch: CallWatch) -> web.StreamResponse:
+    async def _whole(
+        self, request: web.Request, call: plan.Call, whole: Whole, running: Admitted, watch: CallWatch
+    ) -> web.StreamResponse:
         while (news := await running.take(self._service.limits.keep_alive_s)) is not None:
             now = time.monotonic()
             for item in news:
@@ -159,7 +161,7 @@ class Generate:
                     raise refused
                 whole.add(item.prompt, item.delta)
         body = await self._service.on_thread(whole.body) if call.wordy else whole.body()
-        return web.Response(body=body, content_type="application/json")
+        return await send_whole(request, body, self._service.limits.stall_s)
 
     async def _stream(
         self, request: web.Request, stream: Stream, running: Admitted, watch: CallWatch

@@ -47,13 +47,16 @@ class Service:
         self.grammars = Grammars()
         self._reading_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
+        self._grammar_pool: ThreadPoolExecutor | None = None
         self._ignored: set[str] = set()
 
     async def threads(self, app: web.Application) -> AsyncIterator[None]:
         """The encoding threads live as long as the application does."""
         self._pool = ThreadPoolExecutor(self.limits.encode_threads, "encode")
+        self._grammar_pool = ThreadPoolExecutor(1, "grammar")
         yield
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.grammars.close)
 
     async def serving(self, request: web.BaseRequest, name: str) -> ServedModel:
@@ -117,6 +120,10 @@ class Service:
     async def on_thread(self, work: Callable[[], T]) -> T:
         """Run what could hold up the loop on an encoding thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def on_grammar_thread(self, work: Callable[[], T]) -> T:
+        """Compile a grammar on a thread of its own: costly ones queue behind each other and nobody else."""
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_pool, work)
 
 
 def no_such_model() -> Refused:

@@ -14,6 +14,7 @@ from aiohttp import web
 from janus_server.errors import Refused
 
 SMALL_BYTES = 16 * 1024
+PIECE_BYTES = 256 * 1024
 PING = b": ping\n\n"  # a comment: clients skip it, proxies see traffic
 
 
@@ -84,3 +85,24 @@ class SseWriter:
     async def fail(self, refused: Refused) -> None:
         """The error event: clients that know errors raise, the others at least see the end."""
         await self.finish(self._error(refused))
+
+
+async def send_whole(request: web.BaseRequest, body: bytes, stall_s: float) -> web.StreamResponse:
+    """A JSON answer. A large one is written here, piece by piece, so that it is in progress until its last byte and a
+    reader who takes nothing for `stall_s` is cut off, instead of having the server keep 30 MB for it."""
+    if len(body) <= PIECE_BYTES:
+        return web.Response(body=body, content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = len(body)
+    await response.prepare(request)
+    try:
+        for first in range(0, len(body), PIECE_BYTES):
+            async with asyncio.timeout(stall_s):
+                await response.write(body[first : first + PIECE_BYTES])
+        async with asyncio.timeout(stall_s):
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the reader stalled") from None
+    return response

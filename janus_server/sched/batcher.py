@@ -242,7 +242,7 @@ class Batcher:
             finish = FinishReason.STOP
         elif seq.generated >= request.max_tokens or len(seq.tokens) >= self.limits.context_tokens:
             finish = FinishReason.LENGTH
-        return self._tell(seq, finish, result.token, result.logprob, scores)
+        return self._tell(seq, finish, result.token, result.logprob, scores, fault=result.fault)
 
     def _end_prompt(
         self, seq: Sequence, scores: tuple[TokenLogprob, ...], embedding: tuple[float, ...] | None
@@ -270,6 +270,7 @@ class Batcher:
         logprob: TokenLogprob | None = None,
         scores: tuple[TokenLogprob, ...] = (),
         embedding: tuple[float, ...] | None = None,
+        fault: Fault | None = None,
     ) -> Emit:
         """A choice's news of a step in which it drew a token or ended; where it ended its pages go back."""
         cached = (seq.cached or 0) if seq.first else 0
@@ -277,7 +278,7 @@ class Batcher:
         seq.first = False
         if finish is not None:
             self._forget(seq)
-        return Emit(seq.request.id, seq.index, token, logprob, finish, cached, queued_s, scores, embedding)
+        return Emit(seq.request.id, seq.index, token, logprob, finish, cached, queued_s, scores, embedding, fault)
 
     def _fork_siblings(self, seq: Sequence) -> None:
         """The prompt is computed: its other choices start from its pages, one token short, and draw their own next."""

@@ -38,13 +38,14 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     A busy model is drained for another only when that one has waited for patience_s and the busy one was Active for
     stay_s: with both, two models that share room for one take turns of some seconds instead of thrashing. After
-    `tries` failures in a row those who wait are refused.
+    `tries` failures in a row those who wait are refused; after a lasting one everybody is, for broken_s.
     """
 
     patience_s: float = 2.0
     stay_s: float = 4.0
     tries: int = 3
     backoff_s: float = 0.5
+    broken_s: float = 30.0
 
 
 class Brain:
@@ -138,7 +139,7 @@ class Brain:
         if isinstance(event, Failed):
             self._failed(belief, event, now, actions)
             return
-        belief.failures = 0
+        belief.failures, belief.broken = 0, None
         if order is not None and order.verb is Verb.LOAD:
             belief.load_s = event.took_s
         elif order is not None and order.verb is Verb.WAKE:
@@ -159,6 +160,8 @@ class Brain:
                 belief.wanted_s = None
                 actions.append(Refuse(belief.known.model, event.reason, None if event.lasting else pause_s))
             belief.failures = 0
+        if event.lasting:
+            belief.broken, belief.retry_s = event.reason, now + self._settings.broken_s
 
     def _ask(self, belief: Belief, wish: Wish, source: str | None, now: float) -> Answer:
         name, stage = belief.known.model, belief.stage
@@ -179,7 +182,7 @@ class Brain:
             return Answer(name, False, f"{name} is {stage.value} and pinned; unpin it first")
         belief.goal = goal
         belief.source = source if wish is Wish.FORK else None
-        belief.retry_s = now
+        belief.retry_s, belief.broken = now, None
         if goal is Stage.ACTIVE and belief.wanted_s is None:
             belief.wanted_s = now
         return Answer(name, True, f"{name} is {stage.value} and will be {goal.value}")
@@ -194,7 +197,10 @@ class Brain:
         waiting.sort(key=lambda b: (b.wanted_s or 0.0, b.known.model))
         needed = None
         for belief in waiting:
-            if belief.retry_s > now:
+            if belief.retry_s > now and belief.broken is not None:  # nobody makes room for what cannot be loaded
+                belief.wanted_s = None
+                actions.append(Refuse(belief.known.model, belief.broken, belief.retry_s - now))
+            elif belief.retry_s > now:
                 self._wake_by(belief.retry_s)
             elif not self._raise(belief, now, actions):
                 needed = belief

@@ -34,8 +34,8 @@ class Belief:
     weights are to be tried first.
     """
 
-    __slots__ = ("active_s", "busy", "copy", "draining", "failures", "goal", "idle_since_s", "known", "load_s",
-                 "order", "pinned", "retry_s", "source", "stage", "wake_s", "wanted_s")  # fmt: skip
+    __slots__ = ("active_s", "broken", "busy", "copy", "draining", "failures", "goal", "idle_since_s", "known",
+                 "load_s", "order", "pinned", "retry_s", "source", "stage", "wake_s", "wanted_s")  # fmt: skip
 
     def __init__(self, known: KnownModel, now: float) -> None:
         self.known = known
@@ -53,6 +53,7 @@ class Belief:
         self.load_s = known.load_s
         self.wake_s = known.wake_s
         self.failures = 0
+        self.broken: str | None = None  # why it cannot be loaded, until retry_s
         self.retry_s = now
 
     @property

@@ -80,6 +80,18 @@ class Detokenizer:
         return bool(self._token_bytes(token)) and not (self._skip_special and self._is_special(token))
 
 
+class Stops:
+    """Stop strings with what matching them takes, made once for all choices that share them."""
+
+    __slots__ = ("borders", "firsts", "texts")
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        require(all(texts), "a stop string is empty")
+        self.texts = texts
+        self.borders = [_borders(text) for text in texts]
+        self.firsts = tuple({text[0]: None for text in texts})
+
+
 class StopMatcher:
     """Cuts a text that arrives in pieces where the first of several stop strings is complete.
 
@@ -89,13 +101,12 @@ class StopMatcher:
 
     __slots__ = ("_borders", "_ended", "_firsts", "_held", "_include", "_matched", "_stops")
 
-    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
-        require(all(stops), "a stop string is empty")
-        self._stops = stops
+    def __init__(self, stops: Stops, include: bool) -> None:
+        self._stops = stops.texts
         self._include = include
-        self._borders = [_borders(stop) for stop in stops]
-        self._firsts = tuple({stop[0]: None for stop in stops})
-        self._matched = [0] * len(stops)  # characters of each stop that the text so far ends with
+        self._borders = stops.borders
+        self._firsts = stops.firsts
+        self._matched = [0] * len(stops.texts)  # characters of each stop that the text so far ends with
         self._held = ""
         self._ended = False
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -329,3 +331,30 @@ async def test_a_wait_can_time_out_without_losing_anything() -> None:
         assert [item.delta.text for item in news] == ["a"]
         assert await merged.take(5.0) is None
     assert not model.aborted
+
+
+async def test_a_large_whole_answer_that_nobody_reads_is_not_kept() -> None:
+    async with served(limits=Limits(stall_s=0.3)) as server:
+        body = {"model": "fake", "prompt": "x", "max_tokens": 500, "n": 128, "logprobs": 20, "ignore_eos": True}
+        reader, writer = await server.raw("/v1/completions", body, buffer_bytes=1024)
+        transport = cast(asyncio.Transport, writer.transport)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        transport.pause_reading()
+        assert await settled(lambda: not server.model.live, 60.0)
+        await asyncio.sleep(3.0)
+        transport.resume_reading()
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 20):
+                got += piece
+        length = int(got.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert len(got) < length, "the reader was to be cut off"
+        writer.close()
+
+
+async def test_a_large_whole_answer_arrives_whole(server: Server) -> None:
+    body = {"model": "fake", "prompt": "x", "max_tokens": 200, "n": 32, "logprobs": 20, "ignore_eos": True}
+    status, answer = await server.post("/v1/completions", body)
+    assert status == 200
+    assert len(answer["choices"]) == 32
+    assert len(json.dumps(answer)) > 256 * 1024

@@ -385,3 +385,24 @@ def test_the_same_events_give_the_same_actions() -> None:
     first_run.run(40)
     second_run.run(40)
     assert (first_run.now, first_run.count, first_run.served) == (second_run.now, second_run.count, second_run.served)
+
+
+def test_what_cannot_be_loaded_is_refused_for_a_while_and_takes_nobodys_room() -> None:
+    b = brain(known("a"), known("b"), pool=60)
+    active(b, "a", 0.0)
+    b.on(Report("n0", {"a": Busy(0, 0, 5.0)}), 5.0)
+    sleep = first(b.on(Wanted("b"), 5.0))
+    load = first(b.on(Done(sleep.id, Stage.WARM, copy=True, took_s=0.1), 5.1))
+    assert b.on(Failed(load.id, Stage.COLD, False, "truncated", lasting=True), 5.2) == [Refuse("b", "truncated", None)]
+    active(b, "a", 6.0)
+    (refusal,) = b.on(Wanted("b"), 10.0)
+    assert isinstance(refusal, Refuse) and refusal.why == "truncated"
+    assert refusal.retry_after_s == pytest.approx(25.2)
+    assert said(b.on(Wanted("b"), 40.0)) == ["sleep a"]
+
+
+def test_an_operator_may_try_a_broken_model_again() -> None:
+    b = brain(known("a"))
+    load = first(b.on(Wanted("a"), 0.0))
+    b.on(Failed(load.id, Stage.COLD, False, "truncated", lasting=True), 1.0)
+    assert said(b.on(Asked("a", Wish.LOAD), 2.0)) == ["answer a", "load a"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_cases import NAMES, tokenizer
 
 from janus_server.errors import Bug
-from janus_server.tokens.detokenize import Detokenizer, Matched, StopMatcher
+from janus_server.tokens.detokenize import Detokenizer, Matched, StopMatcher, Stops
 from janus_server.tokens.tokenizer import Tokenizer
 
 
@@ -100,7 +100,7 @@ def naive(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | 
 
 
 def run(stops: tuple[str, ...], pieces: list[str], include: bool = False) -> tuple[list[str], str | None]:
-    matcher = StopMatcher(stops, include)
+    matcher = StopMatcher(Stops(stops), include)
     sent = []
     for piece in pieces:
         found = matcher.push(piece)
@@ -123,7 +123,7 @@ def test_stops_cut_like_a_search_in_the_whole_text(stops: list[str], pieces: lis
 @settings(max_examples=300)
 @given(st.lists(few, min_size=1, max_size=3), st.lists(st.text("abc", max_size=4), max_size=10))
 def test_only_what_could_become_a_stop_is_held_back(stops: list[str], pieces: list[str]) -> None:
-    matcher = StopMatcher(tuple(stops), include=False)
+    matcher = StopMatcher(Stops(tuple(stops)), include=False)
     seen, sent = "", ""
     for piece in pieces:
         seen += piece
@@ -156,9 +156,9 @@ def test_the_stop_that_completes_first_wins_and_the_longest_of_those() -> None:
 
 
 def test_misuse_is_a_bug() -> None:
-    matcher = StopMatcher(("x",), include=False)
+    matcher = StopMatcher(Stops(("x",)), include=False)
     assert matcher.push("ax") == Matched("a", "x")
     with pytest.raises(Bug):
         matcher.push("more")
     with pytest.raises(Bug):
-        StopMatcher(("",), include=False)
+        Stops(("",))

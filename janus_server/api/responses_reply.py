@@ -291,7 +291,10 @@ class _Item:
 
 def _text_options(body: ResponsesBody) -> dict[str, Any]:
     given = body.text.format if body.text is not None else None
-    held = {"type": "text"} if given is None else msgspec.to_builtins(given)
+    if given is None or given.type != "json_schema":  # what else stands there was not looked at
+        held = {"type": "text" if given is None else given.type}
+    else:
+        held = msgspec.to_builtins(given)
     options: dict[str, Any] = {"format": {name: value for name, value in held.items() if value is not None}}
     if body.text is not None and body.text.verbosity is not None:
         options["verbosity"] = body.text.verbosity

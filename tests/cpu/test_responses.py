@@ -342,3 +342,11 @@ async def test_counting_the_input(server: Server) -> None:
     counted = await server.openai.responses.input_tokens.count(model="fake", input="hi")
     assert counted.input_tokens == PROMPT_TOKENS
     assert server.model.requests == []
+
+
+async def test_a_schema_that_no_format_reads_is_not_echoed(server: Server) -> None:
+    deep = "{" + '"a":{' * 900 + "}" * 901
+    raw = b'{"model":"fake","input":"hi","text":{"format":{"type":"text","schema":%b}}}' % deep.encode()
+    status, answer = await server.post("/v1/responses", raw)
+    assert status == 200
+    assert answer["text"]["format"] == {"type": "text"}

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="janus bench packing", description="packing against the optimum, and at scale")
+    parser = argparse.ArgumentParser(prog="janus bench packing", description="against the optimum, and at scale")
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
     parser.add_argument("--traces", type=Path, default=default, help="the folder workload62")
     parser.add_argument("--shape", nargs="+", choices=[s.value for s in Shape], default=[s.value for s in Shape])

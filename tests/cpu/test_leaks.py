@@ -127,7 +127,8 @@ async def test_clients_that_leave_leave_nothing(tiny: Path, prefix_caching: bool
         account = Account()
         await churn(server.port, "m", 400, at_once=24, seed=0, account=account, most_tokens=12)
         after = await idle(server, before)
-        assert after == before
+        # Fewer than before is fine: a neighbour's last connection may have ended meanwhile.
+        assert {name: after[name] for name in after if after[name] > before[name]} == {}
         assert account.faults == []
         assert account.statuses[200] > 50
         assert account.left > 100

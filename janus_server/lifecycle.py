@@ -38,6 +38,7 @@ from janus_server.transfer.frames import PeerTrouble
 from janus_server.transfer.grants import BeingRead, Grants, Offer
 from janus_server.transfer.pull import pulling
 from janus_server.transfer.rundir import Peering
+from janus_server.types import ModelCard
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.lifecycle")
@@ -105,6 +106,7 @@ class Lifecycle:
         self._progress = progress
         self._peering = peering
         self.grants = Grants()
+        self.cards: Mapping[str, ModelCard] = {one.name: one.card(config.prefix_cache) for one in catalogue}
         self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
         self.residents: Mapping[str, Resident] = {
             one.name: Resident(one, Flow(one.name, device, changed)) for one in catalogue
@@ -365,8 +367,7 @@ class Lifecycle:
         """The model's face, with its tokenizer. BadModel where that cannot be read."""
         opened = resident.opened
         tokenizer = await asyncio.to_thread(tokenizer_of, opened, self._renderers)
-        card = opened.card(self._config.prefix_cache)
-        return ServedModel(card, opened.target(tokenizer), tokenizer, resident.flow, self._streams)
+        return ServedModel(self.cards[opened.name], opened.target(tokenizer), tokenizer, resident.flow, self._streams)
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""

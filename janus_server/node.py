@@ -183,7 +183,7 @@ class Node:
         )  # fmt: skip
         if self._peering is not None:
             self._peers = PeerServer(self._peering, xtensor.memory, lifecycle.grants, lifecycle.offer)
-        self.cards = MappingProxyType({one.name: one.card(self._config.prefix_cache) for one in opened.catalogue})
+        self.cards = MappingProxyType(lifecycle.cards)
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
         name = self._peering.node if self._peering is not None else NODE

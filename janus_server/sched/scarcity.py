@@ -58,11 +58,8 @@ class Scarcity:
         The oldest sequence of the node keeps its pages. False only when those and the weights of others leave less.
         """
         while not self.evict(n):
-            running = sorted(((s, b) for b in self._batchers for s in b.running), key=lambda one: by_age(one[0]))
-            if len(running) < 2:
+            if self._preempt_youngest() is None:
                 return False
-            victim, batcher = running[-1]
-            batcher.preempt(victim)
         return True
 
     def yields(self, seq: Sequence) -> bool:
@@ -75,11 +72,15 @@ class Scarcity:
     def make_room(self, n: int, asker: Sequence) -> bool:
         """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""
         while not self.evict(n):
-            running = sorted(((s, b) for b in self._batchers for s in b.running), key=lambda one: by_age(one[0]))
-            if len(running) < 2:
-                return False
-            victim, batcher = running[-1]
-            batcher.preempt(victim)
-            if victim is asker:
+            if self._preempt_youngest() in (None, asker):
                 return False
         return True
+
+    def _preempt_youngest(self) -> Sequence | None:
+        """Preempt the youngest running sequence of the node; None when only the oldest is left, which is no victim."""
+        running = [(seq, batcher) for batcher in self._batchers for seq in batcher.running]
+        if len(running) < 2:
+            return None
+        victim, batcher = max(running, key=lambda one: by_age(one[0]))
+        batcher.preempt(victim)
+        return victim

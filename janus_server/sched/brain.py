@@ -30,7 +30,7 @@ from janus_server.orders import (
     Wanted,
     Wish,
 )
-from janus_server.sched.state import Belief, Standing, pages_needed
+from janus_server.sched.state import Belief, Memory, Standing, pages_needed
 
 
 class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,15 +51,17 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Brain:
     """The leader's mind for a cluster of one node."""
 
-    def __init__(self, settings: BrainSettings, term: int = 1) -> None:
+    def __init__(self, settings: BrainSettings, term: int = 1, memory: Memory | None = None) -> None:
+        """With what another Brain believed (`memory`), this one goes on where that one was."""
+        memory = memory or Memory()
         self._settings = settings
         self._term = term
-        self._node = ""
-        self._pool_pages = 0
-        self._host_bytes = 0
-        self._models: dict[str, Belief] = {}
-        self._open: dict[int, Belief] = {}
-        self._orders = 0
+        self._node = memory.node
+        self._pool_pages = memory.pool_pages
+        self._host_bytes = memory.host_bytes
+        self._models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
+        self._open = {b.order.id: b for b in self._models.values() if b.order is not None}
+        self._orders = memory.orders
         self._next_wake: float | None = None
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -88,6 +90,14 @@ class Brain:
         """When a `Tick` is due at the latest, or None when only events can change anything."""
         return self._next_wake
 
+    def memory(self) -> Memory:
+        """What it believes now, as a copy."""
+        models = tuple(msgspec.structs.replace(belief) for belief in self._models.values())
+        return Memory(
+            node=self._node, pool_pages=self._pool_pages, host_bytes=self._host_bytes, orders=self._orders,
+            models=models,
+        )  # fmt: skip
+
     def settled(self, model: str) -> bool:
         """True when the model is where it should be: no order open, no wish, nobody waiting."""
         belief = self._models[model]
@@ -106,7 +116,7 @@ class Brain:
 
     def _join(self, event: Joined, now: float) -> None:
         self._node, self._pool_pages, self._host_bytes = event.node, event.pool_pages, event.host_bytes
-        self._models = {known.model: Belief(known, now) for known in event.models}
+        self._models = {known.model: Belief.of(known, now) for known in event.models}
         self._open = {}
         chosen: list[Belief] = []
         for belief in self._models.values():

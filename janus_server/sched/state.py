@@ -26,35 +26,39 @@ class Standing(msgspec.Struct, frozen=True):
     wake_s: float
 
 
-class Belief:
+class Belief(msgspec.Struct, eq=False, kw_only=True):
     """One model on the node.
 
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
     become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
-    weights are to be tried first.
+    weights are to be tried first; broken says why it cannot be loaded, until retry_s.
     """
 
-    __slots__ = ("active_s", "broken", "busy", "copy", "draining", "failures", "goal", "idle_since_s", "known",
-                 "load_s", "order", "pinned", "retry_s", "source", "stage", "wake_s", "wanted_s")  # fmt: skip
+    known: KnownModel
+    pinned: bool
+    active_s: float
+    idle_since_s: float
+    retry_s: float
+    load_s: float
+    wake_s: float
+    stage: Stage = Stage.COLD
+    copy: bool = False
+    order: Order | None = None
+    draining: bool = False
+    busy: int = 0
+    wanted_s: float | None = None
+    goal: Stage | None = None
+    source: str | None = None
+    failures: int = 0
+    broken: str | None = None
 
-    def __init__(self, known: KnownModel, now: float) -> None:
-        self.known = known
-        self.stage = Stage.COLD
-        self.copy = False
-        self.order: Order | None = None
-        self.draining = False
-        self.busy = 0
-        self.wanted_s: float | None = None
-        self.goal: Stage | None = None
-        self.source: str | None = None
-        self.pinned = known.pinned
-        self.active_s = now
-        self.idle_since_s = now
-        self.load_s = known.load_s
-        self.wake_s = known.wake_s
-        self.failures = 0
-        self.broken: str | None = None  # why it cannot be loaded, until retry_s
-        self.retry_s = now
+    @classmethod
+    def of(cls, known: KnownModel, now: float) -> Belief:
+        """A model that nothing has happened to yet."""
+        return cls(
+            known=known, pinned=known.pinned, active_s=now, idle_since_s=now, retry_s=now, load_s=known.load_s,
+            wake_s=known.wake_s,
+        )  # fmt: skip
 
     @property
     def holds_pages(self) -> bool:
@@ -100,6 +104,16 @@ class Belief:
     def reload_s(self) -> float:
         """What it costs to have it Active again, once its pages are given up with a copy kept."""
         return max(self.wake_s, 1e-3)
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a Brain believes at one moment: another one made of it goes on in its place."""
+
+    node: str = ""
+    pool_pages: int = 0
+    host_bytes: int = 0
+    orders: int = 0
+    models: tuple[Belief, ...] = ()
 
 
 def pages_needed(models: Iterable[Belief]) -> int:

@@ -1,0 +1,154 @@
+"""The leader's journal: every event with its time and the actions that it led to, one JSON object a line.
+
+`leader` writes it, `janus replay` reads it: a Brain that is told the same events at the same times gives the same
+actions, so a decision that surprised somebody can be looked at afterwards. Nothing that a client wrote is in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from janus_server.errors import BadConfig
+from janus_server.orders import Action, Event
+from janus_server.sched.brain import Brain, BrainSettings
+from janus_server.sched.state import Memory
+
+VERSION: Final = 1
+# A day of a busy node (two events a second of 400 bytes) is 70 MB.
+MOST_BYTES: Final = 64 << 20
+_MOST_LINE_BYTES: Final = 16 << 20
+
+
+class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
+    """The first line of a file: what the Brain was made of, and what it believed when the file began."""
+
+    term: int
+    settings: BrainSettings
+    memory: Memory
+    version: int = VERSION
+
+
+class Entry(msgspec.Struct, frozen=True, tag="entry"):
+    """One event at `now` (seconds on the leader's clock) and what the Brain did about it."""
+
+    now: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where a replay first did something else; lines count from 1."""
+
+    line: int
+    entry: Entry
+    replayed: tuple[Action, ...]
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """How a replay went: entries told, the seconds that they span, and the first difference, if any."""
+
+    entries: int
+    span_s: float
+    difference: Difference | None
+
+
+class Journal:
+    """Appends to a file that only its user may read. At most_bytes it begins anew; the last one is kept beside it.
+
+    heading() tells what the Brain believes at that moment, so that each file can be replayed without those before it.
+    A file that can no longer be written (a full disk) is given up with `lost(reason)`: serving goes on without.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        heading: Callable[[], Heading],
+        lost: Callable[[str], None],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._path = path
+        self._heading = heading
+        self._lost = lost
+        self._most_bytes = most_bytes
+        self._encoder = msgspec.json.Encoder()
+        self._file: BinaryIO | None = None
+        self._bytes = 0
+        try:
+            self._begin()
+        except OSError as error:
+            raise BadConfig(f"--journal {path} cannot be written: {error.strerror}") from None
+
+    def write(self, entry: Entry) -> None:
+        """Append one entry; the system writes it out in its own time."""
+        if self._file is None:
+            return
+        try:
+            self._append(entry)
+            if self._bytes >= self._most_bytes:
+                self._begin()
+        except OSError as error:
+            self._file = None
+            self._lost(f"the journal {self._path} ends here: {error.strerror}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self) -> None:
+        """Start a file, the one before it kept as PATH.1."""
+        if self._file is not None:
+            self._file.close()
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Unbuffered: what was written is there when the process is killed, at 5 us a line.
+        self._file = os.fdopen(handle, "wb", buffering=0)
+        self._bytes = 0
+        self._append(self._heading())
+
+    def _append(self, line: Heading | Entry) -> None:
+        if self._file is not None:
+            data = self._encoder.encode(line) + b"\n"
+            self._file.write(data)
+            self._bytes += len(data)
+
+
+def read(path: Path) -> Iterator[Heading | Entry]:
+    """The lines of a journal. BadConfig where it is none; a last line that was cut short by a crash is left out."""
+    decoder = msgspec.json.Decoder(Heading | Entry)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise BadConfig(f"{path} line {number} is no line of a journal: {error}") from None
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}: {error.strerror}") from None
+
+
+def replay(path: Path) -> Replayed:
+    """Tell a fresh Brain what the journal's was told; stops at the first action that differs."""
+    lines = read(path)
+    heading = next(lines, None)
+    if not isinstance(heading, Heading) or heading.version != VERSION:
+        raise BadConfig(f"{path} does not begin as a journal of version {VERSION} does")
+    brain = Brain(heading.settings, heading.term, heading.memory)
+    times_s: list[float] = []
+    difference = None
+    for number, entry in enumerate(lines, start=2):
+        if isinstance(entry, Heading):
+            raise BadConfig(f"{path} line {number} is a second heading")
+        times_s.append(entry.now)
+        actions = tuple(brain.on(entry.event, entry.now))
+        if actions != entry.actions:
+            difference = Difference(number, entry, actions)
+            break
+    return Replayed(len(times_s), times_s[-1] - times_s[0] if times_s else 0.0, difference)

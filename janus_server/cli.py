@@ -71,6 +71,12 @@ examples:
   janus models sleep qwen
   janus models list --json --url http://10.0.0.5:8000
 """
+_REPLAY_EXAMPLES: Final = """\
+examples:
+  janus serve a=~/models/x b=~/models/y --journal journal.jsonl
+  janus replay journal.jsonl --sentences        what was decided when, and why
+exit code 1 when a decision comes out otherwise than it did
+"""
 _ADMIN_KEY: Final = """
 This needs the server's admin key, taken from JANUS_ADMIN_KEY. A server that only this machine can reach and that has no
 admin key makes one for the user who started it, in a file that nobody else can read ($XDG_RUNTIME_DIR/janus or
@@ -150,6 +156,8 @@ def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
             return _models(chosen)
         case "memory":
             return _memory(chosen)
+        case "replay":
+            return _replay(chosen)
         case "doctor":
             from janus_server.terminal.doctor import run as doctor
 
@@ -225,6 +233,12 @@ def _memory(chosen: argparse.Namespace) -> int:
     )
 
 
+def _replay(chosen: argparse.Namespace) -> int:
+    from janus_server.terminal.replay import ReplayOptions, run
+
+    return run(ReplayOptions(Path(chosen.file).expanduser(), sentences=chosen.sentences))
+
+
 def _seconds(flag: str, text: str) -> float:
     from janus_server.units import parse_seconds
 
@@ -263,6 +277,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "chat": _chat_parser(kinds),
         "models": _models_parser(kinds),
         "memory": _memory_parser(kinds),
+        "replay": _replay_parser(kinds),
         "doctor": _doctor_parser(kinds),
         "bench": kinds.add_parser("bench", help="measure speed", epilog=_BENCH_EXAMPLES),
         "version": kinds.add_parser("version", help="print the version"),
@@ -329,6 +344,15 @@ def _memory_parser(kinds: Any) -> _Parser:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--watch", action="store_true", help="draw it every second until Ctrl-C")
+    return parser
+
+
+def _replay_parser(kinds: Any) -> _Parser:
+    parser: _Parser = kinds.add_parser(
+        "replay", help="decide again what a journal tells of, and compare", epilog=_REPLAY_EXAMPLES
+    )
+    parser.add_argument("file", metavar="FILE", help="a journal, as janus serve --journal FILE writes it")
+    parser.add_argument("--sentences", action="store_true", help="print each decision's sentence first")
     return parser
 
 

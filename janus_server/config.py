@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
-from janus_server import keys, machine, modelref, units
+from janus_server import applications, keys, machine, modelref, tables, units
+from janus_server.applications import Application
 from janus_server.errors import BadConfig
 from janus_server.keys import Key
-from janus_server.modelref import ModelEntry
+from janus_server.modelref import ModelEntry, ModelOptions
 from janus_server.packaged import DEFAULT_ALIAS
 from janus_server.settings import SETTINGS as SETTINGS
 from janus_server.settings import DTypeChoice as DTypeChoice
@@ -34,10 +35,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes is the whole budget of physical pages (weights, KV cache, scratch), a multiple of page_bytes;
     host_memory_bytes that of host copies of models that sleep. port 0 means any free port. max_model_len None follows
     the checkpoint. keys are those of the environment; those of api_key_file are read when the server starts, and
-    again on SIGHUP. max_queued_* None are derived by `admission`.
+    again on SIGHUP. max_queued_* None are derived by `admission`. idle_after_s and preload are for models whose own
+    options say nothing, and stand in those options.
     """
 
     models: tuple[ModelEntry, ...]
+    applications: tuple[Application, ...] = ()
     memory_bytes: int
     host_memory_bytes: int
     threads: int
@@ -46,6 +49,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     page_bytes: int = 2 << 20
     max_model_len: int | None = None
+    idle_after_s: float | None = None
+    preload: bool = True
     dtype: DTypeChoice = DTypeChoice.AUTO
     kernels: KernelChoice = KernelChoice.AUTO
     max_num_seqs: int = 128
@@ -73,6 +78,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool = True
     log_prompts: bool = False
     otlp_endpoint: str | None = None
+    journal: Path | None = None
 
 
 MEMORY_CAP_BYTES: Final = 8 << 30
@@ -91,7 +97,7 @@ def serve_config(
     models are command-line arguments; sets are "key=value" texts; flags are values by key, only those that were given.
     """
     table = _read_file(file) if file is not None else {}
-    listed = table.pop("models", {})
+    listed, on_models = table.pop("models", {}), table.pop("applications", {})
     given = [(key, raw, f"{key} in {file}") for key, raw in table.items()]
     given += [(key, raw, f"--set {key}") for key, raw in map(_parse_set, sets)]
     given += [(key, raw, _setting(key, key).flags[0]) for key, raw in flags.items()]
@@ -99,12 +105,14 @@ def serve_config(
     for key, raw, source in given:  # later ones win
         setting = _setting(key, source)
         fields[setting.field] = _read(setting, raw, source)
-    entries = _entries(models, listed, served_model_name)
+    defaults = ModelOptions(idle_s=fields.get("idle_after_s"), preload=fields.get("preload", True))
+    entries = _entries(models, tables.models(listed, str(file), defaults), served_model_name, defaults)
+    served = applications.check(tables.applications(on_models, str(file)), [entry.name for entry in entries])
     fields.setdefault("memory_bytes", default_memory_bytes())
     fields.setdefault("host_memory_bytes", machine.memory_bytes() // 4)
     fields.setdefault("threads", machine.cores())
     fields.setdefault("cache_dir", default_cache_dir())
-    return _checked(ServeConfig(models=entries, keys=environment_keys(), **fields))
+    return _checked(ServeConfig(models=entries, applications=served, keys=environment_keys(), **fields))
 
 
 def environment_keys() -> tuple[Key, ...]:
@@ -155,16 +163,14 @@ def _checked(config: ServeConfig) -> ServeConfig:
     return msgspec.structs.replace(config, memory_bytes=pages * config.page_bytes)
 
 
-def _entries(models: Sequence[str], listed: Any, served_model_name: str | None) -> tuple[ModelEntry, ...]:
+def _entries(
+    models: Sequence[str], listed: Sequence[ModelEntry], served_model_name: str | None, defaults: ModelOptions
+) -> tuple[ModelEntry, ...]:
     """Models of the command line, else those of the file, else the default model."""
-    if models:
-        entries = tuple(modelref.resolve(text) for text in models)
-    elif not isinstance(listed, dict) or not all(isinstance(path, str) for path in listed.values()):
-        raise BadConfig('[models] in the config file takes lines NAME = "path, alias or hub id"')
-    elif listed:
-        entries = tuple(modelref.named(name, path) for name, path in listed.items())
-    else:
-        entries = (modelref.resolve(DEFAULT_ALIAS),)
+    entries = tuple(listed)
+    if models or not listed:
+        found = [modelref.resolve(text) for text in models or (DEFAULT_ALIAS,)]
+        entries = tuple(msgspec.structs.replace(entry, options=defaults) for entry in found)
     if served_model_name is not None:
         if len(entries) != 1:
             raise BadConfig("--served-model-name names a single model; with several, write NAME=PATH for each")
@@ -199,8 +205,10 @@ def _setting(key: str, source: str) -> Setting:
     found = next((setting for setting in SETTINGS if setting.key == wanted), None)
     if wanted == "models":
         raise BadConfig(f"{source}: models are given as arguments, or in the [models] table of a config file")
+    if wanted == "applications":
+        raise BadConfig(f"{source}: applications are given as tables [applications.NAME] of a config file")
     if found is None:
-        hint = nearest(wanted, [setting.key for setting in SETTINGS] + ["models"])
+        hint = nearest(wanted, [setting.key for setting in SETTINGS] + ["models", "applications"])
         raise BadConfig(f"{source}: there is no such setting{hint}")
     return found
 

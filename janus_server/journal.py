@@ -60,19 +60,19 @@ class Replayed(msgspec.Struct, frozen=True):
 class Journal:
     """Appends to a file that only its user may read. At most_bytes it begins anew; the last one is kept beside it.
 
-    heading() tells what the Brain believes at that moment, so that each file can be replayed without those before it.
+    A file begins with what the Brain believes at that moment, so that it can be replayed without those before it.
     A file that can no longer be written (a full disk) is given up with `lost(reason)`: serving goes on without.
     """
 
     def __init__(
         self,
         path: Path,
-        heading: Callable[[], Heading],
+        brain: Brain,
         lost: Callable[[str], None],
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._path = path
-        self._heading = heading
+        self._brain = brain
         self._lost = lost
         self._most_bytes = most_bytes
         self._encoder = msgspec.json.Encoder()
@@ -109,7 +109,8 @@ class Journal:
         # Unbuffered: what was written is there when the process is killed, at 5 us a line.
         self._file = os.fdopen(handle, "wb", buffering=0)
         self._bytes = 0
-        self._append(self._heading())
+        brain = self._brain
+        self._append(Heading(term=brain.term, settings=brain.settings, memory=brain.memory()))
 
     def _append(self, line: Heading | Entry) -> None:
         if self._file is not None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from janus_server.errors import Refused
+from janus_server.journal import Entry
 from janus_server.lifecycle import Lifecycle
 from janus_server.orders import (
     Action,
@@ -37,7 +38,16 @@ log = logging.getLogger("janus.leader")
 class Leader:
     """One Brain and the node it leads. Everything here runs on the loop's thread."""
 
-    def __init__(self, node: str, brain: Brain, lifecycle: Lifecycle, seen: Callable[[Event | Action], None]) -> None:
+    def __init__(
+        self,
+        node: str,
+        brain: Brain,
+        lifecycle: Lifecycle,
+        seen: Callable[[Event | Action], None],
+        record: Callable[[Entry], None],
+    ) -> None:
+        """`seen` is told of events and actions as they come, `record` of each event with all that it led to."""
+        self._record = record
         self._node = node
         self._brain = brain
         self._lifecycle = lifecycle
@@ -79,7 +89,11 @@ class Leader:
     def tell(self, event: Event) -> list[Action]:
         """Bring one event to the Brain and act on what it decides."""
         now = time.monotonic()
-        actions = [*self._brain.on(self._lifecycle.report(self._node), now), *self._brain.on(event, now)]
+        actions: list[Action] = []
+        for one in (self._lifecycle.report(self._node), event):
+            led_to = self._brain.on(one, now)
+            self._record(Entry(now, one, tuple(led_to)))
+            actions += led_to
         self._seen(event)
         for action in actions:
             self._seen(action)

@@ -19,6 +19,7 @@ from janus_server.config import ServeConfig
 from janus_server.errors import BadModel, Refused
 from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
 from janus_server.instance import ServedModel, Streams
+from janus_server.journal import Entry, Journal
 from janus_server.kernels.choose import choose
 from janus_server.kernels.table import Kernels
 from janus_server.kv.host import HostCopies
@@ -96,6 +97,7 @@ class Node:
         self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
         self._pages: Mapping[Owner, int] = MappingProxyType({})
         self._listeners: list[Callable[[StepReport], None]] = []
+        self._journal: Journal | None = None
 
     def on_step(self, listener: Callable[[StepReport], None]) -> None:
         """`listener` is called on the loop after each step (metrics)."""
@@ -187,7 +189,11 @@ class Node:
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
         name = self._peering.node if self._peering is not None else NODE
-        leader = self._leader = Leader(name, Brain(BrainSettings()), lifecycle, _each(watch.see, start.see))
+        brain = Brain(BrainSettings())
+        if self._config.journal is not None:
+            self._journal = Journal(self._config.journal, brain, log.error)
+        record = _nothing if self._journal is None else self._journal.write
+        leader = self._leader = Leader(name, brain, lifecycle, _each(watch.see, start.see), record)
         device.start()
         leader.join(self.pool_pages, self._config.host_memory_bytes)
         self.operator = Operator(
@@ -213,6 +219,8 @@ class Node:
             await self._leader.close()
         if self._peers is not None:
             await self._peers.close()
+        if self._journal is not None:
+            self._journal.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -243,6 +251,10 @@ class Node:
             self._leader.lost(report.model)
         for listener in self._listeners:
             listener(report)
+
+
+def _nothing(entry: Entry) -> None:
+    """No journal was asked for."""
 
 
 def _open(config: ServeConfig) -> _Opened:

@@ -54,8 +54,8 @@ class Brain:
     def __init__(self, settings: BrainSettings, term: int = 1, memory: Memory | None = None) -> None:
         """With what another Brain believed (`memory`), this one goes on where that one was."""
         memory = memory or Memory()
-        self._settings = settings
-        self._term = term
+        self.settings = settings
+        self.term = term
         self._node = memory.node
         self._pool_pages = memory.pool_pages
         self._host_bytes = memory.host_bytes
@@ -162,16 +162,16 @@ class Brain:
 
     def _failed(self, belief: Belief, event: Failed, now: float, actions: list[Action]) -> None:
         belief.failures += 1
-        pause_s = self._settings.backoff_s * 2.0 ** min(belief.failures - 1, 6)
+        pause_s = self.settings.backoff_s * 2.0 ** min(belief.failures - 1, 6)
         belief.retry_s = now + pause_s
-        if event.lasting or belief.failures >= self._settings.tries:
+        if event.lasting or belief.failures >= self.settings.tries:
             belief.goal = None
             if belief.wanted_s is not None:
                 belief.wanted_s = None
                 actions.append(Refuse(belief.known.model, event.reason, None if event.lasting else pause_s))
             belief.failures = 0
         if event.lasting:
-            belief.broken, belief.retry_s = event.reason, now + self._settings.broken_s
+            belief.broken, belief.retry_s = event.reason, now + self.settings.broken_s
 
     def _ask(self, belief: Belief, wish: Wish, source: str | None, now: float) -> Answer:
         name, stage = belief.known.model, belief.stage
@@ -296,8 +296,8 @@ class Brain:
         if victims is None:
             return  # what is under way must end first; its Done plans again
         since_s = now if belief.wanted_s is None else belief.wanted_s
-        stay_s = self._settings.stay_s
-        due_s = max([since_s + self._settings.patience_s, *(b.active_s + stay_s for b in victims if not b.idle)])
+        stay_s = self.settings.stay_s
+        due_s = max([since_s + self.settings.patience_s, *(b.active_s + stay_s for b in victims if not b.idle)])
         if due_s > now:
             self._wake_by(due_s)
             return
@@ -374,7 +374,7 @@ class Brain:
         """An order that takes effect at once and has no end of its own (DRAIN, SERVE)."""
         self._orders += 1
         source = belief.source if verb is Verb.FORK else None
-        order = Order(self._term, self._orders, self._node, belief.known.model, verb, why, source)
+        order = Order(self.term, self._orders, self._node, belief.known.model, verb, why, source)
         actions.append(order)
         return order
 

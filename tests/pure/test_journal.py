@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from janus_server import journal
+from janus_server.cli import main
 from janus_server.errors import BadConfig
 from janus_server.journal import Entry, Heading, Journal
 from janus_server.orders import (
@@ -40,7 +41,7 @@ class _Led:
         self.brain = Brain(SETTINGS)
         self.lost: list[str] = []
         self.open: list[Order] = []
-        self.journal = Journal(path, self._heading, self.lost.append, most_bytes)
+        self.journal = Journal(path, self.brain, self.lost.append, most_bytes)
 
     def tell(self, event: Event, now: float) -> None:
         actions = tuple(self.brain.on(event, now))
@@ -67,9 +68,6 @@ class _Led:
             now += 2.0
             self.tell(Tick(), now)
         self.journal.close()
-
-    def _heading(self) -> Heading:
-        return Heading(term=1, settings=SETTINGS, memory=self.brain.memory())
 
 
 def test_a_journal_replays_to_the_same_actions(tmp_path: Path) -> None:
@@ -132,3 +130,15 @@ def test_a_journal_that_cannot_go_on_says_so_once(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_begin_is_refused() -> None:
     with pytest.raises(BadConfig, match="No space left"):
         _Led(Path("/dev/full"))
+
+
+def test_replay_prints_what_was_decided_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _Led(tmp_path / "j").run()
+    assert main(["replay", str(tmp_path / "j"), "--sentences"]) == 0
+    told = capsys.readouterr().out
+    assert "b: wanted for" in told and "lead to the same decisions" in told
+    lines = (tmp_path / "j").read_bytes().replace(b'"verb":"wake"', b'"verb":"load"', 1)
+    (tmp_path / "j").write_bytes(lines)
+    assert main(["replay", str(tmp_path / "j")]) == 1
+    assert "journal: Order(" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "none")]) == 2

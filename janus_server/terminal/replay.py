@@ -1,0 +1,63 @@
+"""`janus replay FILE`: tells a fresh Brain what a journal's Brain was told, and says whether it decides the same.
+
+Reads a file and prints; it meets no server.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from janus_server import journal
+from janus_server.journal import Entry
+from janus_server.orders import Action, Answer, Order, Refuse, Report
+
+
+class ReplayOptions(msgspec.Struct, frozen=True):
+    file: Path
+    sentences: bool = False
+
+
+def run(options: ReplayOptions) -> int:
+    """0 when every decision is the same, 1 when one differs. BadConfig where the file is no journal."""
+    if options.sentences:
+        _print_sentences(options.file)
+    start_s = time.perf_counter()
+    replayed = journal.replay(options.file)
+    took_s = time.perf_counter() - start_s
+    difference = replayed.difference
+    if difference is None:
+        pace = f", {replayed.span_s / took_s:,.0f} times as fast as they happened" if replayed.span_s > 0 else ""
+        print(f"{replayed.entries} events over {replayed.span_s:.1f} s lead to the same decisions{pace}")
+        return 0
+    print(f"line {difference.line}: {difference.entry.event}", file=sys.stderr)
+    for name, actions in (("journal", difference.entry.actions), ("replay ", difference.replayed)):
+        for action in actions or ("nothing",):
+            print(f"  {name}: {action}", file=sys.stderr)
+    return 1
+
+
+def _print_sentences(file: Path) -> None:
+    """Each decision's time since the first event, and its sentence."""
+    first_s = None
+    for entry in journal.read(file):
+        if not isinstance(entry, Entry):
+            continue
+        first_s = entry.now if first_s is None else first_s
+        if isinstance(entry.event, Report) and not entry.actions:
+            continue
+        for action in entry.actions:
+            print(f"{entry.now - first_s:10.3f} s  {_sentence(action)}")
+
+
+def _sentence(action: Action) -> str:
+    match action:
+        case Order():
+            return f"{action.verb.value:7} {action.why}"
+        case Refuse():
+            return f"refuse  {action.model}: {action.why}"
+        case Answer():
+            return f"answer  {action.why}"

@@ -1,0 +1,146 @@
+"""Which waiting request a device begins next: the live side of dispatch. Pure; the Brain owns one.
+
+It keeps the tickets of requests that wait, and for each device the prefills that it was given (`backlog`). Whenever
+something happened it plans anew (`dispatch_live`) and hands over what the devices that are nearly free shall begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from janus_server.orders import Ticket
+from janus_server.sched.backlog import Backlog, Cadence
+from janus_server.sched.dispatch import dispatch_live
+from janus_server.sched.jobs import Job, Machine, extended
+
+# What a request waits for at most, as far as it goes, where nobody promised anything.
+UNPROMISED_S: Final = 10.0
+# A plan for 1,000 waiting requests takes a few milliseconds; so many events within this time are one plan.
+SPACING_S: Final = 0.005
+
+
+class Given(NamedTuple):
+    """A request to begin now, and on which device."""
+
+    ticket: Ticket
+    machine: str
+
+
+class Dispatcher:
+    """Tickets in, requests to begin out.
+
+    A device is given work while less than ahead_s of it lies before it: enough that it never runs dry between two
+    decisions, and little enough that who comes next can still be put before those who wait here. What is late already
+    is planned with a longer objective, twice as long each time; beyond 16 times it goes before everything else, so
+    nobody waits for ever.
+
+    Example: ahead_s 0.1, one device; a (work 1 s, due in 5 s) is begun at once; b (2 s, due in 9 s) and c (1 s, due in
+    3 s) wait. When a is nearly done, c is begun, then b.
+    """
+
+    def __init__(self, ahead_s: float, spacing_s: float = SPACING_S) -> None:
+        self._ahead_s = ahead_s
+        self._cadence = Cadence(spacing_s)
+        self._waiting: dict[str, Ticket] = {}
+        self._given: dict[str, str] = {}
+        self._backlogs: dict[str, Backlog] = {}
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._waiting)
+
+    def waiting(self, model: str) -> int:
+        return sum(ticket.model == model for ticket in self._waiting.values())
+
+    def backlog_s(self, machine: str, now: float) -> float:
+        """How much prefill work lies before a device."""
+        backlog = self._backlogs.get(machine)
+        return 0.0 if backlog is None else max(0.0, backlog.start_s(now) - now)
+
+    def arrived(self, ticket: Ticket, now: float) -> None:
+        """A request came. One whose id is known is told of twice."""
+        if ticket.id not in self._waiting and ticket.id not in self._given:
+            self._waiting[ticket.id] = ticket
+            self._cadence.changed(now)
+
+    def started(self, request: str, now: float) -> None:
+        """A request's prompt is computed: its device has that much less before it."""
+        machine = self._given.pop(request, None)
+        if machine is not None:
+            self._backlogs[machine].finished(request, now)
+            self._cadence.changed(now)
+
+    def left(self, request: str, now: float) -> None:
+        """A request ended before its prompt was computed, or will never be; unknown ones are fine."""
+        machine = self._given.pop(request, None)
+        if machine is not None:
+            self._backlogs[machine].cancelled(request, now)
+        if machine is not None or self._waiting.pop(request, None) is not None:
+            self._cadence.changed(now)
+
+    def changed(self, now: float) -> None:
+        """A device takes requests for one more model, or for one less."""
+        if self._waiting:
+            self._cadence.changed(now)
+
+    def due_s(self, now: float) -> float | None:
+        """When to call `begin` at the latest; None while nothing waits.
+
+        A device that is busy for longer than was predicted is asked about again: its news comes as an event.
+        """
+        if not self._waiting:
+            return None
+        busy_s = min((b.start_s(now) - self._ahead_s for b in self._backlogs.values()), default=math.inf)
+        return max(min(self._cadence.due_s(), busy_s), now)
+
+    def begin(self, now: float, machines_of: Callable[[str], Sequence[str]]) -> list[Given]:
+        """What to begin now. machines_of(model) are the devices that take its requests just now.
+
+        Models are planned one after the other, the one with the most urgent request first: devices are shared, and what
+        one model's plan gives to a device is before the next one's.
+        """
+        if not self._waiting:
+            self._cadence.planned(now)
+            return []
+        holders = {model: tuple(machines_of(model)) for model in {t.model: None for t in self._waiting.values()}}
+        given: list[Given] = []
+        while more := self._next(now, holders):
+            given += more
+        self._cadence.planned(now)
+        return given
+
+    def _next(self, now: float, holders: Mapping[str, tuple[str, ...]]) -> list[Given]:
+        """What free devices begin of the model whose request is due first; [] when none is free for what waits."""
+        machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
+        free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
+        jobs: dict[str, list[Job]] = {}
+        for ticket in self._waiting.values():
+            if free.isdisjoint(holders[ticket.model]):
+                continue
+            job = extended(_job(ticket), now)
+            if job is None:
+                first = min((machines[name] for name in holders[ticket.model]), key=lambda m: (m.start_s, m.id))
+                return [self._give(ticket, first.id, now)]
+            jobs.setdefault(ticket.model, []).append(job)
+        if not jobs:
+            return []
+        model = min(jobs, key=lambda one: min((job.deadline_s, job.arrival_s, job.id) for job in jobs[one]))
+        plan = dispatch_live(jobs[model], [machines[name] for name in holders[model]])
+        picks = plan.ready(now, self._ahead_s)
+        return [self._give(self._waiting[pick.job.id], pick.machine, now) for pick in picks]
+
+    def _give(self, ticket: Ticket, machine: str, now: float) -> Given:
+        del self._waiting[ticket.id]
+        self._given[ticket.id] = machine
+        self._backlog(machine).given(ticket.id, ticket.work_s, now)
+        return Given(ticket, machine)
+
+    def _backlog(self, machine: str) -> Backlog:
+        return self._backlogs.setdefault(machine, Backlog())
+
+
+def _job(ticket: Ticket) -> Job:
+    promised_s = UNPROMISED_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
+    return Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)

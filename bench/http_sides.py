@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from janus_server.api.plan import Target  # house: exempt — what is measured is the API layer itself
 from janus_server.config import serve_config  # house: exempt — as above
 from janus_server.executor import Cancel, StepReport, StepTime, Submit  # house: exempt — as above
-from janus_server.flow import Flow
+from janus_server.flow import AtOnce, Flow
 from janus_server.instance import ServedModel, Streams  # house: exempt — as above
 from janus_server.types import BatcherStats, Emit, FinishReason, Load, ModelCard, Owner, Request, Sampling
 
@@ -134,7 +134,7 @@ class Node:
         target = Target(MODEL, CONTEXT, VOCAB, (), Sampling())
         engine: Any = Engine(asyncio.get_running_loop(), self._deliver, streams)
         vocabulary: Any = Vocabulary()
-        flow = Flow(MODEL, engine, lambda: None)
+        flow = Flow(MODEL, engine, AtOnce())
         flow.serve()
         self.cards = {MODEL: card}
         self.prepared = {MODEL: ServedModel(card, target, vocabulary, flow, self.streams)}

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "janus_attention.h"
+#include "janus_copy.h"
 
 using namespace janus;
 
@@ -200,7 +201,7 @@ bool run_one(Pool& pool, const Op& op, const Step& step, int64_t& rows) {
 
 extern "C" {
 
-int64_t janus_abi() { return 3; }
+int64_t janus_abi() { return 4; }
 
 void* janus_pool_new(int64_t threads) { return new Pool((int)std::max<int64_t>(1, threads)); }
 
@@ -225,5 +226,7 @@ int64_t janus_run(void* pool, const Op* ops, int64_t count, const Step* step) {
 }
 
 void janus_copy(char* slab, int64_t source, int64_t target, int64_t bytes) { memmove(slab + target, slab + source, bytes); }
+
+void janus_stream(char* to, const char* from, int64_t bytes) { stream_copy(to, from, bytes); }
 
 }  // extern "C"

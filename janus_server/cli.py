@@ -23,7 +23,7 @@ Serve language models on this machine, behind an OpenAI-compatible HTTP API.
 
   janus serve                                   serve the default model on http://127.0.0.1:8000
   janus chat                                    talk to it in this terminal
-  janus models                                  where its models stand; load, wake, sleep, evict and pin them
+  janus models                                  where its models stand; load, wake, sleep, evict, fork and pin them
   janus memory                                  who holds which pages of its memory
   janus doctor                                  what this machine can run, and why
 """
@@ -36,6 +36,7 @@ examples:
   janus serve ~/models/Qwen3-0.6B               a folder, served as "Qwen3-0.6B"
   janus serve chat=~/models/qwen3.gguf --port 9000
   janus serve a=model-a b=model-b --memory 16GiB
+  janus serve a=model-a --node n1               shares weights with your servers that have a name too
   janus serve --config janus.toml --set max_num_seqs=32
   JANUS_API_KEY=$(cat my.key) janus serve --host 0.0.0.0
 
@@ -45,6 +46,14 @@ janus.toml takes the same settings, and flags win over it:
   max_model_len = 4096
   [models]
   chat = "~/models/Qwen3-0.6B"
+  [models.code]
+  path = "~/models/code.gguf"
+  idle = "10min"                # then it leaves the device; also pin, preload, kv_floor, kv_ceiling, max_model_len
+  [applications.support]        # one more name for a model, with a promise of its own
+  model = "chat"
+  ttft = "300ms"
+  tpot = "50ms"
+  priority = 10
 
 then, for the user who started it (others need JANUS_ADMIN_KEY, see janus models --help):
   janus models                                  where its models stand
@@ -64,11 +73,13 @@ the server's API key is taken from JANUS_API_KEY
 _MODELS_EXAMPLES: Final = """\
 list (the default) shows every model: active (on the device), warm (a copy in host memory) or cold (its files only).
 load and wake bring one onto the device, sleep leaves a copy in host memory, evict leaves nothing. A pinned model stays.
+fork copies one from the memory of another server of yours on this machine; both are to be started with --node NAME.
 
 examples:
   janus models
   janus models load qwen --wait                 with a bar; exit code 1 when it cannot be loaded
   janus models sleep qwen
+  janus models fork qwen --from n1 --wait
   janus models list --json --url http://10.0.0.5:8000
 """
 _REPLAY_EXAMPLES: Final = """\
@@ -91,12 +102,15 @@ examples:
   janus bench soak                              whether a server stays as it was: clients that leave, ten times the load
   janus bench dispatch                          LST-IMH and its rivals: guarantees, cost, requests on time
   janus bench packing                           how many devices a demand takes, beside the exact optimum
+  janus bench scaling                           replicas over time when traffic bursts, and what deciding costs
+  janus bench memory all                        what one pool of pages for many models is worth
+  janus bench oracle                            how well demand and attainment are predicted, and what that costs
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
-_MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "pin", "unpin")
+_MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
-_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing")
+_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -208,6 +222,8 @@ def _models(chosen: argparse.Namespace) -> int:
     from janus_server.config import admin_key, run_folders
     from janus_server.terminal.models import LIST, ModelsOptions, run
 
+    if chosen.source is not None and chosen.action != "fork":
+        raise BadConfig("--from says which node to copy a model from; write: janus models fork MODEL --from NODE")
     if chosen.action != LIST and chosen.model is None:
         raise BadConfig(f"which model? write: janus models {chosen.action} MODEL (janus models lists them)")
     return run(
@@ -215,6 +231,7 @@ def _models(chosen: argparse.Namespace) -> int:
             url=chosen.url,
             action=chosen.action,
             model=chosen.model,
+            source=chosen.source,
             wait=chosen.wait,
             timeout_s=_seconds("--timeout", chosen.timeout),
             as_json=chosen.json,
@@ -322,7 +339,7 @@ def _chat_parser(kinds: Any) -> _Parser:
 
 def _models_parser(kinds: Any) -> _Parser:
     parser: _Parser = kinds.add_parser(
-        "models", help="show the models of a running server, and load, wake, sleep, evict or pin them",
+        "models", help="show the models of a running server, and load, wake, sleep, evict, fork or pin them",
         epilog=_MODELS_EXAMPLES + _ADMIN_KEY,
     )  # fmt: skip
     parser.add_argument(
@@ -331,6 +348,9 @@ def _models_parser(kinds: Any) -> _Parser:
     )  # fmt: skip
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model's name, as the list shows it")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument(
+        "--from", dest="source", metavar="NODE", help="with fork, the node to copy from (default: one that holds it)"
+    )
     parser.add_argument("--wait", action="store_true", help="until it is done")
     parser.add_argument("--timeout", default="10min", metavar="DURATION", help="with --wait, at most (default 10min)")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")

@@ -35,8 +35,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes is the whole budget of physical pages (weights, KV cache, scratch), a multiple of page_bytes;
     host_memory_bytes that of host copies of models that sleep. port 0 means any free port. max_model_len None follows
     the checkpoint. keys are those of the environment; those of api_key_file are read when the server starts, and
-    again on SIGHUP. max_queued_* None are derived by `admission`. idle_after_s and preload are for models whose own
-    options say nothing, and stand in those options.
+    again on SIGHUP. max_queued_* None are derived by `admission`. copy_bytes_per_s bounds moves of weights while
+    requests run. idle_after_s and preload are for models whose own options say nothing, and stand in those options.
+    With a node's name, others of this user's that have one copy weights from its memory and it from theirs; they meet
+    in run_dir. prepare_bytes is what tokenizers and the like of
+    models that are Cold may take.
     """
 
     models: tuple[ModelEntry, ...]
@@ -48,6 +51,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     page_bytes: int = 2 << 20
+    copy_bytes_per_s: int | None = 512 << 20
     max_model_len: int | None = None
     idle_after_s: float | None = None
     preload: bool = True
@@ -57,6 +61,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     prefix_cache: bool = True
     share_prefixes: bool = False
+    prefix_idle_s: float | None = 300.0
     one_prompt_at_a_time: bool = False
     shutdown_timeout_s: float = 30.0
     keys: tuple[Key, ...] = ()
@@ -79,6 +84,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_prompts: bool = False
     otlp_endpoint: str | None = None
     journal: Path | None = None
+    node: str | None = None
+    run_dir: Path | None = None
+    prepare_bytes: int = 256 << 20
 
 
 MEMORY_CAP_BYTES: Final = 8 << 30
@@ -106,7 +114,8 @@ def serve_config(
         setting = _setting(key, source)
         fields[setting.field] = _read(setting, raw, source)
     defaults = ModelOptions(idle_s=fields.get("idle_after_s"), preload=fields.get("preload", True))
-    entries = _entries(models, tables.models(listed, str(file), defaults), served_model_name, defaults)
+    of_file = () if models else tables.models(listed, str(file), defaults)
+    entries = _entries(models, of_file, served_model_name, defaults)
     served = applications.check(tables.applications(on_models, str(file)), [entry.name for entry in entries])
     fields.setdefault("memory_bytes", default_memory_bytes())
     fields.setdefault("host_memory_bytes", machine.memory_bytes() // 4)
@@ -158,6 +167,8 @@ def _checked(config: ServeConfig) -> ServeConfig:
             f"--memory {units.format_bytes(config.memory_bytes)} is more than this machine lets the process use "
             f"({units.format_bytes(machine.memory_bytes())})"
         )
+    if config.run_dir is not None and config.node is None:
+        raise BadConfig("--run-dir says where nodes of this machine meet: give this one a name with --node NAME")
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise BadConfig("--ssl-certfile and --ssl-keyfile go together: give both, or neither")
     return msgspec.structs.replace(config, memory_bytes=pages * config.page_bytes)

@@ -16,6 +16,7 @@ from janus_server.kv.prefix import PrefixCache
 from janus_server.kv.xtensor import XTensor
 from janus_server.model.decoder import Decoder
 from janus_server.model.runner import Runner
+from janus_server.model.scratch import scratch_of
 from janus_server.model.weights import Weights
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
@@ -33,16 +34,17 @@ def engine_of(
         )
         for layer in range(spec.n_layers)
     )  # fmt: skip
-    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    decoder = Decoder(spec, weights, kernels, cache, opened.context_tokens, step_tokens)
-    pages = KvPages(xtensor.pool, name, kv.page_tokens)
+    scratch = scratch_of(spec, kernels, opened.step, xtensor.scratch)
+    decoder = Decoder(spec, weights, kernels, cache, opened.context_tokens, scratch)
+    pages = KvPages(xtensor.pool, name, kv.page_tokens, opened.floor_pages, opened.ceiling_pages)
     limits = BatcherLimits(
         context_tokens=opened.context_tokens,
         capacity_pages=opened.longest_pages,
-        step_tokens=step_tokens,
-        sequences=config.max_num_seqs,
+        step_tokens=opened.step.rows,
+        sequences=opened.step.drawn,
         one_prompt_at_a_time=config.one_prompt_at_a_time,
         prefix_caching=config.prefix_cache,
     )
     batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
-    return Engine(name, batcher, Runner(decoder, kernels, xtensor.slab, config.page_bytes))
+    runner = Runner(decoder, kernels, xtensor.slab, config.page_bytes)
+    return Engine(name, batcher, runner, opened.placed.total_bytes)

@@ -24,7 +24,7 @@ from janus_server.kv.pages import PagePool
 from janus_server.model.runner import Runner
 from janus_server.observe.log import facts
 from janus_server.sched.batcher import Batcher
-from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.scarcity import IDLE_PERIODS, Scarcity
 from janus_server.sched.turn import Turn
 from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Reading, Request, Sampled
 
@@ -32,14 +32,17 @@ log = logging.getLogger("janus.executor")
 
 T = TypeVar("T")
 
+_LONGEST_REST_S = 3600.0  # a queue cannot wait for longer than some centuries; waking up for nothing costs nothing
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
-    """The device side of one model instance."""
+    """The device side of one model instance. weight_bytes is for a first guess at what a step takes."""
 
     model: str
     batcher: Batcher
     runner: Runner
+    weight_bytes: int = 0
 
     @property
     def kv_owner(self) -> Owner:
@@ -166,6 +169,7 @@ class DeviceThread:
     def attach(self, engine: Engine) -> None:
         """Let a model take its turns. On the device thread, within `ask`."""
         self._scarcity.join(engine.batcher)
+        self._turn.join(engine.model, engine.weight_bytes)
         self._engines[engine.model] = engine
 
     def detach(self, model: str) -> bool:
@@ -180,6 +184,7 @@ class DeviceThread:
         engine.batcher.prefix.clear()
         require(engine.batcher.kv.held == 0, f"{model} is idle and still holds KV pages")
         del self._engines[model]
+        self._turn.leave(model)
         self._scarcity.leave(engine.batcher)
         return True
 
@@ -200,6 +205,7 @@ class DeviceThread:
         while not self._stopping:
             self._take_orders()
             self._moved_s = time.monotonic()
+            self._age_prefixes(self._moved_s)
             if not self._stopping and not self._step():
                 self._rest()
             self._moved_s = time.monotonic()
@@ -224,10 +230,27 @@ class DeviceThread:
         if not self._checked:
             self._checked = True
             self._check_books()
+        due_s = self._scarcity.next_period()
+        timeout_s = None if due_s is None else min(max(0.0, due_s - time.monotonic()), _LONGEST_REST_S)
         self._resting = True
-        command = self._inbox.get()
+        try:
+            command = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            command = None  # a period of unused prefixes is over
         self._resting = False
-        self._apply(command)
+        if command is not None:
+            self._apply(command)
+
+    def _age_prefixes(self, now: float) -> None:
+        """Cached prefixes that nobody used for long go back to the pool, of busy and idle models alike."""
+        if not self._scarcity.period_over(now):
+            return
+        given = 0
+        for engine in tuple(self._engines.values()):
+            with self._guard(engine):
+                given += engine.batcher.prefix.age(IDLE_PERIODS)
+        if given:
+            self._deliver(StepReport("", [], self._pool.held(), self._pool.free_pages))
 
     def _check_books(self) -> None:
         """A model whose requests wait for nothing is alone at fault. The pool is everybody's.
@@ -288,22 +311,23 @@ class DeviceThread:
 
     def _step(self) -> bool:
         """Run one step of one model; False when no model has anything to run."""
-        for model in self._turn.order(tuple(self._engines)):
-            engine = self._engines.get(model)
-            if engine is None or engine.batcher.idle:
+        now = time.monotonic()
+        at_work = [(model, engine.batcher) for model, engine in self._engines.items() if not engine.batcher.idle]
+        for choice in self._turn.choices(now, at_work) if at_work else ():
+            engine = self._engines.get(choice.model)
+            if engine is None:  # torn down a moment ago
                 continue
             ran = True  # a step that fails was one too
             with self._guard(engine):
-                ran = self._step_of(engine)
+                ran = self._step_of(engine, choice.prompt_tokens, now)
             if ran:
-                self._turn.took(model)
                 return True
         return False
 
-    def _step_of(self, engine: Engine) -> bool:
+    def _step_of(self, engine: Engine, prompt_tokens: int | None, now: float) -> bool:
         start_s = time.perf_counter()
         running = len(engine.batcher.running)
-        batch = engine.batcher.plan(time.monotonic())
+        batch = engine.batcher.plan(now, prompt_tokens)
         if batch is None:
             return False
         if len(engine.batcher.running) != running:
@@ -314,10 +338,12 @@ class DeviceThread:
         readings = engine.runner.read(batch)
         computed_s = time.perf_counter()
         sampled = engine.runner.draw(batch, logits)
-        emits = engine.batcher.commit(batch, sampled, readings)
+        emits = engine.batcher.commit(batch, sampled, readings, time.monotonic())
         _log_faults(engine.model, sampled, readings)
         self._touch(self._pool.high_mark)
-        self._report(engine, emits, StepTime(batch.tokens, start_s, staged_s, computed_s, time.perf_counter()))
+        step = StepTime(batch.tokens, start_s, staged_s, computed_s, time.perf_counter())
+        self._turn.took(engine.model, batch, step.total_s)
+        self._report(engine, emits, step)
         return True
 
     def _report(self, engine: Engine, emits: list[Emit], step: StepTime | None = None, failed: bool = False) -> None:
@@ -341,6 +367,7 @@ class DeviceThread:
             extra=facts(kind="teardown", model=engine.model, error=type(error).__name__),
         )  # fmt: skip
         del self._engines[engine.model]
+        self._turn.leave(engine.model)
         self._scarcity.leave(engine.batcher)
         emits = engine.batcher.abandon()
         self._pool.reclaim(engine.kv_owner)

@@ -1,13 +1,13 @@
 """The calls to one model: they run while the model is Active and wait while it is not. Lives on the event loop.
 
-`lifecycle` opens and closes it, `instance` brings every call through it, and the leader hears of each change.
+`lifecycle` opens and closes it, `instance` brings every call through it. When a call that may run does so is decided at
+a `Desk`: the leader's, in a server.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from janus_server.errors import Refused
 
@@ -16,24 +16,54 @@ if TYPE_CHECKING:
     from janus_server.instance import Call
 
 
-class Flow:
-    """The calls to one model, and whether they may run: held while the model is not Active or is being drained.
+class Desk(Protocol):
+    """Hears of every call of every model, and says `Flow.run` when one of those that are ready shall begin."""
 
-    `changed` is told when a call comes, leaves or is held, so that who decides can act on it. A call is held for at
-    most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it.
+    def ready(self, flow: Flow, call: Call) -> None:
+        """The call may run. It is said again after the model was away in between."""
+
+    def started(self, call: Call) -> None:
+        """The prompts of a call that runs are computed."""
+
+    def left(self, call: Call) -> None:
+        """The call is over, whether it ran or not."""
+
+    def changed(self) -> None:
+        """Calls came, left or wait for their model."""
+
+
+class AtOnce:
+    """A desk that lets every call run as soon as it may."""
+
+    def ready(self, flow: Flow, call: Call) -> None:
+        flow.run(call)
+
+    def started(self, call: Call) -> None:
+        pass
+
+    def left(self, call: Call) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
+
+class Flow:
+    """The calls to one model. held are those that wait for it: it is not Active, or is being drained.
+
+    A call is held for at most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it.
     """
 
-    def __init__(
-        self, model: str, device: DeviceThread, changed: Callable[[], None], patience_s: float = 120.0
-    ) -> None:
+    def __init__(self, model: str, device: DeviceThread, desk: Desk, patience_s: float = 120.0) -> None:
         self.model = model
         self.device = device
         self.patience_s = patience_s
         self.idle_since_s = time.monotonic()
-        self._changed = changed
         self.running = 0
+        self._desk = desk
         self._open = False
         self._running: dict[Call, None] = {}
+        self._ready: dict[Call, None] = {}
         self._held: dict[Call, None] = {}
 
     @property
@@ -41,40 +71,63 @@ class Flow:
         """Calls that wait for the model."""
         return len(self._held)
 
+    @property
+    def ready(self) -> int:
+        """Calls that may run and are not begun."""
+        return len(self._ready)
+
     def enter(self, call: Call) -> None:
         if self._open:
-            self._run(call)
+            self._make_ready(call)
         else:
             self._held[call] = None
-        self._changed()
+        self._desk.changed()
 
     def leave(self, call: Call) -> None:
         self._held.pop(call, None)
+        self._ready.pop(call, None)
         if call in self._running:
             del self._running[call]
             self.running -= call.prompts
             if not self._running:
                 self.idle_since_s = time.monotonic()
-        self._changed()
+        self._desk.left(call)
+        self._desk.changed()
+
+    def run(self, call: Call) -> None:
+        """Begin a call that waits; one that has left in the meantime is nobody's."""
+        if call in self._ready or call in self._held:
+            self._ready.pop(call, None)
+            self._held.pop(call, None)
+            self._running[call] = None
+            self.running += call.prompts
+            call.start()
+
+    def started(self, call: Call) -> None:
+        """The prompts of a call are computed."""
+        self._desk.started(call)
+        self._desk.changed()
 
     def hold(self) -> None:
-        """New calls wait; those that run go on."""
+        """Calls that are not begun wait; those that run go on."""
         self._open = False
+        self._held = {**self._ready, **self._held}
+        self._ready = {}
 
     def serve(self) -> None:
-        """Calls run from now on, first those that were held, in the order they came."""
+        """Calls may run from now on, first those that were held, in the order they came."""
         self._open = True
         self.idle_since_s = time.monotonic()
         held, self._held = self._held, {}
         for call in held:
-            self._run(call)
+            self._make_ready(call)
+        self._desk.changed()
 
     def refuse(self, refused: Refused) -> None:
         """End the calls that are held: the model cannot be had."""
         for call in self._held:
             call.refuse(refused)
 
-    def _run(self, call: Call) -> None:
-        self._running[call] = None
-        self.running += call.prompts
-        call.start()
+    def _make_ready(self, call: Call) -> None:
+        self._ready[call] = None
+        self._desk.ready(self, call)

@@ -1,7 +1,7 @@
 """What a node tells its peers of a model's weights, and what it asks of them: the words that must be equal for a fork.
 
 `lifecycle` calls it on both sides. Weights are the same where the layout, the kernel table's form of it and the
-checkpoint's headers are; whether the bytes are is found by their digest.
+checkpoint's headers and samples of its tensors are; what a copy brought is checked by its digest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def want_of(opened: OpenedModel, kernels: Kernels, digest: int | None) -> Want:
     return Want(
         model=opened.name,
         layout=layout_hash(opened.placed, kernels.name),
-        checkpoint=opened.checkpoint.fingerprint,
+        checkpoint=_checkpoint(opened),
         size_bytes=opened.placed.total_bytes,
         digest=digest,
     )
@@ -31,8 +31,12 @@ def offer_of(opened: OpenedModel, kernels: Kernels, memory: WeightMemory | None,
         return None
     return Offer(
         layout=layout_hash(opened.placed, kernels.name),
-        checkpoint=opened.checkpoint.fingerprint,
+        checkpoint=_checkpoint(opened),
         size_bytes=memory.size_bytes,
         pages=memory.pages,
         digest=digest,
     )
+
+
+def _checkpoint(opened: OpenedModel) -> str:
+    return f"{opened.checkpoint.fingerprint}:{opened.contents}"

@@ -79,7 +79,9 @@ class Streams:
         for emit in report.emits:
             answer = self._open.get(emit.request_id)
             if answer is not None:
-                answer.started = answer.started or emit.token is not None
+                if not answer.started and (emit.token is not None or emit.finish is not None):
+                    answer.started = True
+                    answer.call.begun()
                 answer.call.put(answer, emit)
 
 
@@ -122,6 +124,7 @@ class Call:
         ]
         self.entered_s = 0.0
         self._unfinished = sum(request.n for request in requests)
+        self._unbegun = len(requests)
         self._arrived: list[tuple[_Answer, Emit]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()  # kept: asking for it costs a system call
@@ -137,6 +140,21 @@ class Call:
     def prompts(self) -> int:
         return len(self._answers)
 
+    @property
+    def id(self) -> str:
+        """That of its first request: no other call has it."""
+        return self._answers[0].request.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(answer.request.prompt) for answer in self._answers)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """What is promised for its first token, if anything is."""
+        promise = self._answers[0].request.promise
+        return None if promise is None else promise.ttft_s
+
     async def __aenter__(self) -> Call:
         self.entered_s = time.monotonic()
         for answer in self._answers:
@@ -149,6 +167,12 @@ class Call:
         self._started = True
         for answer, matcher in zip(self._answers, self._matchers, strict=True):
             self._flow.device.post(Submit(self._flow.model, answer.request, self.entered_s, matcher))
+
+    def begun(self) -> None:
+        """The prompt of one of its requests is computed."""
+        self._unbegun -= 1
+        if not self._unbegun:
+            self._flow.started(self)
 
     def refuse(self, refused: Refused) -> None:
         """The model cannot be had: `take` raises this."""

@@ -15,8 +15,8 @@ import msgspec
 
 from janus_server.errors import BadConfig
 from janus_server.orders import Action, Event
-from janus_server.sched.brain import Brain, BrainSettings
-from janus_server.sched.state import Memory
+from janus_server.sched.brain import Brain
+from janus_server.sched.state import BrainSettings, Memory
 
 VERSION: Final = 1
 # A day of a busy node (two events a second of 400 bytes) is 70 MB.

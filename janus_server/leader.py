@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
+from janus_server.desk import FrontDesk
 from janus_server.errors import Refused
 from janus_server.journal import Entry
 from janus_server.lifecycle import Lifecycle
@@ -18,10 +19,12 @@ from janus_server.orders import (
     Action,
     Answer,
     Asked,
+    Dispatch,
     Event,
     Failed,
     Joined,
     Lost,
+    Offered,
     Order,
     Refuse,
     Tick,
@@ -29,6 +32,7 @@ from janus_server.orders import (
     Wanted,
     Wish,
 )
+from janus_server.peers import Peers
 from janus_server.sched.brain import Brain
 from janus_server.sched.state import Standing
 
@@ -43,14 +47,23 @@ class Leader:
         node: str,
         brain: Brain,
         lifecycle: Lifecycle,
+        desk: FrontDesk,
         seen: Callable[[Event | Action], None],
         record: Callable[[Entry], None],
+        peers: Peers | None = None,
     ) -> None:
-        """`seen` is told of events and actions as they come, `record` of each event with all that it led to."""
+        """`seen` is told of events and actions as they come, `record` of each event with all that it led to.
+
+        Where there are peers, what they hold is looked up before the Brain hears that a model is wanted.
+        """
+        self._peers = peers
+        self._looked: frozenset[str] = frozenset()  # wanted models that were looked for since they are
+        self._looking = False
         self._record = record
         self._node = node
         self._brain = brain
         self._lifecycle = lifecycle
+        self._desk = desk
         self._seen = seen
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -60,25 +73,32 @@ class Leader:
 
     def join(self, pool_pages: int, host_bytes: int) -> None:
         """Tell the Brain what the node has; from here on it leads."""
-        self.tell(Joined(self._node, pool_pages, host_bytes, self._lifecycle.known()))
+        offers = {} if self._peers is None else self._peers.offers()
+        self.tell(Joined(self._node, pool_pages, host_bytes, self._lifecycle.known(), offers))
 
     def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
         """An operator's wish, and the Brain's answer to it. FORK takes the name of the node to copy from."""
         answers = [a for a in self.tell(Asked(model, wish, source)) if isinstance(a, Answer)]
         return answers[0]
 
+    async def look(self) -> None:
+        """Tell the Brain what peers hold now."""
+        if self._peers is not None:
+            await self._peers.look()
+            self.tell(Offered(self._peers.offers()))
+
     def settled(self, model: str) -> bool:
         """True when nothing is under way for the model and nobody's wish for it is open."""
-        return self._brain.settled(model)
+        return self._brain.settled(self._node, model)
 
     def standing(self, model: str) -> Standing:
         """How the Brain treats a model of the catalogue just now."""
-        return self._brain.standing(model)
+        return self._brain.standing(self._node, model)
 
     def lost(self, model: str) -> None:
         """The device thread tore the model's instance down."""
         stage = self._lifecycle.lost(model)
-        self.tell(Lost(model, stage, self._lifecycle.has_copy(model)))
+        self.tell(Lost(self._node, model, stage, self._lifecycle.has_copy(model)))
 
     def changed(self) -> None:
         """Calls came or went: tell the Brain who is wanted now. Several changes within one turn of the loop are one."""
@@ -111,27 +131,48 @@ class Leader:
 
     def _tell_changes(self) -> None:
         self._due = False
+        traffic = self._desk.take()
+        if traffic is not None:
+            self.tell(traffic)
         wanted = frozenset(name for name, one in self._lifecycle.residents.items() if one.flow.held)
+        if self._peers is not None and wanted - self._looked:
+            if not self._looking:
+                self._looking = True
+                self._start(self._look_for(wanted))
+            return
+        self._looked &= wanted
         gone, self._wanted = self._wanted - wanted, wanted
         for name in sorted(gone):
             self.tell(Unwanted(name))
         for name in sorted(wanted):
             self.tell(Wanted(name))
-        if not gone and not wanted:
+        if not gone and not wanted and traffic is None:
             self.tell(Tick())
 
     def _act(self, action: Action) -> None:
         match action:
             case Order():
-                task = asyncio.create_task(self._carry(action))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start(self._carry(action))
             case Refuse(model, why, retry_after_s):
                 refused = Refused(why, status=503, kind="server_error", code="model_unavailable",
                                   retry_after_s=retry_after_s)  # fmt: skip
                 self._lifecycle.residents[model].flow.refuse(refused)
+            case Dispatch():
+                self._desk.begin(action)
             case Answer():
                 pass
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look_for(self, wanted: frozenset[str]) -> None:
+        try:
+            await self.look()
+        finally:
+            self._looked, self._looking = wanted, False
+        self._tell_changes()
 
     async def _carry(self, order: Order) -> None:
         try:
@@ -147,7 +188,7 @@ class Leader:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._brain.next_wake()
+        due_s = self._brain.next_wake(time.monotonic())
         if due_s is not None:
             delay_s = max(0.0, due_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.tell, Tick())

@@ -12,26 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from janus_server.catalogue import OpenedModel, tokenizer_of
 from janus_server.config import ServeConfig
 from janus_server.engine import engine_of
-from janus_server.errors import BadConfig, BadModel, require
+from janus_server.errors import BadConfig, BadModel
 from janus_server.executor import DeviceThread, Engine
-from janus_server.flow import Flow
+from janus_server.flow import Desk, Flow
 from janus_server.fork import offer_of, want_of
 from janus_server.instance import ServedModel, Streams
 from janus_server.kernels.table import Kernels
 from janus_server.kv.host import HostCopies
-from janus_server.kv.move import Pace, Stopped, full_digest, move, sampled_digest
+from janus_server.kv.move import Stopped
 from janus_server.kv.xtensor import WeightMemory, XTensor
-from janus_server.model.load import load_weights
-from janus_server.model.weights import Weights, bind
+from janus_server.model.weights import bind
 from janus_server.observe.log import decision
-from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Report, Stage, Verb
+from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Phases, Report, Stage, Verb
+from janus_server.resident import DEADLINES, Deadlines, Laps, Mover, NotNow, Progress, Resident
 from janus_server.sched.scarcity import Scarcity
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.frames import PeerTrouble
@@ -44,37 +46,10 @@ from janus_server.units import format_bytes
 log = logging.getLogger("janus.lifecycle")
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
 
 COPY_THREADS = 2
+TOO_LONG = "it took longer than it may, and was undone"
 UNREADABLE = "the model could not be loaded; the server's log says why"
-
-
-class Resident:
-    """One model of the catalogue on this node: its stage, and what was made for it so far."""
-
-    def __init__(self, opened: OpenedModel, flow: Flow) -> None:
-        self.opened = opened
-        self.flow = flow
-        self.stage = Stage.COLD
-        self.served: ServedModel | None = None
-        self.engine: Engine | None = None
-        self.memory: WeightMemory | None = None
-        self.weights: Weights | None = None
-        self.digest: int | None = None  # of the weights as they were first filled
-        self.trouble: Exception | None = None  # what the last order ended with, for whoever reads the log
-        self.stop = False  # the transition under way shall end at its next piece
-        self.preparing = asyncio.Lock()
-        self.changing = asyncio.Lock()
-        self.last: tuple[Order, Done | Failed] | None = None  # the last order and its end
-
-    @property
-    def name(self) -> str:
-        return self.opened.name
-
-
-class NotNow(Exception):
-    """An order cannot be carried out as things stand; nothing was changed. The Brain may try again."""
 
 
 class Lifecycle:
@@ -91,9 +66,10 @@ class Lifecycle:
         streams: Streams,
         renderers: Renderers,
         copies: HostCopies,
-        changed: Callable[[], None],
+        desk: Desk,
         progress: Progress,
         peering: Peering | None = None,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
         self._config = config
         self._xtensor = xtensor
@@ -103,23 +79,34 @@ class Lifecycle:
         self._streams = streams
         self._renderers = renderers
         self._copies = copies
-        self._progress = progress
         self._peering = peering
+        self._deadlines = deadlines
+        self._mover = Mover(config, kernels, copies, progress, self._copy_rate)
         self.grants = Grants()
         self.cards: Mapping[str, ModelCard] = {one.name: one.card(config.prefix_cache) for one in catalogue}
         self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
         self.residents: Mapping[str, Resident] = {
-            one.name: Resident(one, Flow(one.name, device, changed)) for one in catalogue
+            one.name: Resident(one, Flow(one.name, device, desk)) for one in catalogue
         }
 
     def known(self) -> tuple[KnownModel, ...]:
         return tuple(resident.opened.known() for resident in self.residents.values())
 
+    @property
+    def serving(self) -> bool:
+        """True while requests run, whose steps a copy would hold up. Any thread."""
+        return any(resident.flow.running for resident in self.residents.values())
+
+    @property
+    def resting(self) -> bool:
+        """True while no request runs and no weights move. Any thread."""
+        return not self.serving and not any(resident.changing.locked() for resident in self.residents.values())
+
     def report(self, node: str) -> Report:
         """How busy every Active model is."""
         now = time.monotonic()
         busy = {
-            name: Busy(resident.flow.running, 0, now - resident.flow.idle_since_s)
+            name: Busy(resident.flow.running, resident.flow.ready, now - resident.flow.idle_since_s)
             for name, resident in self.residents.items()
             if resident.stage is Stage.ACTIVE
         }
@@ -131,8 +118,16 @@ class Lifecycle:
         if resident.served is None:
             async with resident.preparing:
                 if resident.served is None:
-                    resident.served = await self._served(resident)
+                    tokenizer = await asyncio.to_thread(tokenizer_of, resident.opened, self._renderers)
+                    target = resident.opened.target(tokenizer)
+                    resident.served = ServedModel(self.cards[name], target, tokenizer, resident.flow, self._streams)
         return resident.served
+
+    async def prepare_engine(self, name: str) -> None:
+        """Make what is bound to the model's addresses, which takes no byte of its weights."""
+        resident = self.residents[name]
+        async with resident.changing:
+            await self._on_copy_thread(resident, lambda: self._engine(resident, resident.window(self._xtensor)))
 
     async def obey(self, order: Order) -> Done | Failed | None:
         """Carry out one order; None for those that take effect at once and have no end."""
@@ -176,7 +171,10 @@ class Lifecycle:
         memory = self.residents[name].memory
         if memory is not None:
             with self.grants.revoked(name):
-                memory.unmap()
+                try:
+                    memory.unmap()
+                except OSError as error:
+                    log.warning("%s: its addresses stay mapped: %s", name, error.strerror)
                 memory.release()
 
     def trouble(self, name: str) -> Exception:
@@ -196,48 +194,54 @@ class Lifecycle:
         start_s = time.monotonic()
         if resident.stage is Stage.ACTIVE and order.verb in (Verb.LOAD, Verb.WAKE, Verb.FORK):
             return self._done(order, resident, 0.0)
-        resident.stop, resident.trouble = False, None
+        resident.stop, resident.trouble, resident.laps = False, None, Laps()
         steps: Mapping[Verb, Callable[[Resident], Awaitable[None]]] = {
             Verb.LOAD: self._load, Verb.WAKE: self._wake, Verb.SLEEP: self._sleep, Verb.UNLOAD: self._unload,
             Verb.FORK: lambda resident: self._fork(resident, order.source),
         }  # fmt: skip
+        limit_s = self._deadlines.limit_s(resident.opened.placed.total_bytes, self._config.copy_bytes_per_s)
         try:
-            await steps[order.verb](resident)
+            async with asyncio.timeout(limit_s) as limit:
+                await steps[order.verb](resident)
         except (NotNow, PeerTrouble, BeingRead) as reason:
             log.info("%s: %s failed: %s", order.model, order.verb.value, reason)
-            return Failed(order.id, resident.stage, self.has_copy(order.model), str(reason))
+            return self._failed(order, resident, str(reason))
         except (BadModel, BadConfig) as error:
             log.error("%s: %s", order.model, error)
             resident.trouble = error
-            return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE, lasting=True)
+            gone = isinstance(error.__cause__, OSError)  # a file that cannot be opened or read now may come back
+            return self._failed(order, resident, UNREADABLE, lasting=not gone)
         except (OSError, Stopped) as error:
             resident.trouble = error
+            if limit.expired():
+                log.error("%s: %s was undone: it took longer than %.0f s", order.model, order.verb.value, limit_s)
+                return self._failed(order, resident, TOO_LONG)
             log.error("%s: %s failed: %s", order.model, order.verb.value, type(error).__name__, exc_info=error)
-            return Failed(order.id, resident.stage, self.has_copy(order.model), UNREADABLE)
-        took_s = time.monotonic() - start_s
+            return self._failed(order, resident, UNREADABLE)
+        took_s, phases = time.monotonic() - start_s, resident.laps.phases()
         size = format_bytes(resident.opened.placed.total_bytes)
         decision(
             f"{order.model}: {order.verb.value} of {size} took {took_s:.3f} s; it is {resident.stage.value}",
             kind="done", model=order.model, stage=resident.stage.value, seconds=round(took_s, 3),
+            **{name: round(spent_s, 4) for name, spent_s in msgspec.structs.asdict(phases).items() if spent_s},
         )  # fmt: skip
         return self._done(order, resident, took_s)
 
+    def _failed(self, order: Order, resident: Resident, reason: str, lasting: bool = False) -> Failed:
+        return Failed(order.id, resident.stage, self.has_copy(order.model), reason, lasting)
+
     def _done(self, order: Order, resident: Resident, took_s: float) -> Done:
-        return Done(order.id, resident.stage, self.has_copy(order.model), took_s)
+        phases = resident.laps.phases() if took_s else Phases()
+        return Done(order.id, resident.stage, self.has_copy(order.model), took_s, phases)
 
     async def _load(self, resident: Resident) -> None:
-        await self._bring_in(resident, lambda memory: self._fill(resident, memory))
+        await self._bring_in(resident, lambda memory: self._mover.load(resident, memory))
 
     async def _wake(self, resident: Resident) -> None:
         copy = self._copies.get(resident.name)
         if copy is None:
             raise NotNow("there is no host copy to wake from")
-
-        def fill(memory: WeightMemory) -> None:
-            move([memory.array], copy.parts, self._pace(resident, copy.size_bytes))
-            self._verify(resident, memory)
-
-        await self._bring_in(resident, fill)
+        await self._bring_in(resident, lambda memory: self._mover.wake(resident, memory, copy))
 
     async def _fork(self, resident: Resident, source: str | None) -> None:
         if self._peering is None or source is None:
@@ -245,14 +249,11 @@ class Lifecycle:
         want = want_of(resident.opened, self._kernels, resident.digest)
         async with pulling(self._peering, source, want) as pull:
 
-            def fill(memory: WeightMemory) -> None:
-                pull.fill(memory.array, self._pace(resident, want.size_bytes))
-
             async def confirm() -> None:
                 await pull.confirm()
                 resident.digest = pull.digest
 
-            await self._bring_in(resident, fill, confirm)
+            await self._bring_in(resident, lambda memory: self._mover.fork(resident, memory, pull), confirm)
 
     async def _bring_in(
         self,
@@ -260,34 +261,53 @@ class Lifecycle:
         fill: Callable[[WeightMemory], None],
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Reserve pages, map them, fill them, commit, attach and serve; or leave everything as it was.
+        """Reserve pages, fill and map them, commit, attach and serve; or leave everything as it was.
 
         What `confirm` raises at the last moment undoes it all too.
         """
-        memory = resident.memory
-        if memory is None:
-            memory = resident.memory = self._xtensor.weights(resident.name, resident.opened.placed.total_bytes)
-        if not await self._on_device(lambda: self._scarcity.clear(memory.n_pages) and memory.reserve()):
-            raise NotNow("its pages are not free yet")
+        memory, laps = resident.window(self._xtensor), resident.laps
         prepared = asyncio.ensure_future(self.prepare(resident.name))
         try:
-            await self._on_copy_thread(resident, memory.map)
+            with laps.of("reserve_s"):
+                if not await self._on_device(lambda: self._scarcity.clear(memory.n_pages) and memory.reserve()):
+                    raise NotNow("its pages are not free yet")
+            await self._on_copy_thread(resident, lambda: self._mover.prepare(resident, memory))
             await self._on_copy_thread(resident, lambda: fill(memory))
             engine = await self._on_copy_thread(resident, lambda: self._engine(resident, memory))
             await prepared
             if confirm is not None:
                 await confirm()
-            await self._on_device(memory.commit)
+            with laps.of("commit_s"):
+                await self._on_device(lambda: self._take_in(memory, engine))
         except BaseException:
-            # A cancel that comes while the device thread commits finds the pages committed: they go back all the same.
-            await asyncio.shield(self._on_copy_thread(resident, memory.unmap))
-            await asyncio.shield(self._on_device(memory.release))
+            # A cancel that comes while the device thread takes it in finds it there: it goes back all the same.
+            await _whole(self._take_back(resident, memory))
             raise
         finally:
             prepared.cancel()
-        await self._on_device(lambda: self._device.attach(engine))
         resident.stage = Stage.ACTIVE
         resident.flow.serve()
+
+    def _take_in(self, memory: WeightMemory, engine: Engine) -> None:
+        memory.commit()
+        self._device.attach(engine)
+
+    async def _take_back(self, resident: Resident, memory: WeightMemory) -> None:
+        """Undo whatever a transition to Active has done so far."""
+        await self._on_device(lambda: self._device.detach(resident.name))
+        await self._vacate(resident, memory)
+
+    async def _vacate(self, resident: Resident, memory: WeightMemory) -> None:
+        """Give the model's pages back; no turn and no copy thread uses them any more.
+
+        What cannot be unmapped stays mapped until the next map: nobody uses the addresses, so the pages may go.
+        """
+        try:
+            with resident.laps.of("unmap_s"):
+                await self._on_copy_thread(resident, memory.unmap)
+        except OSError as error:
+            log.warning("%s: its addresses stay mapped: %s", resident.name, error.strerror)
+        await self._on_device(memory.release)
 
     async def _sleep(self, resident: Resident) -> None:
         with self.grants.barred(resident.name):
@@ -302,58 +322,38 @@ class Lifecycle:
         name, memory, engine = resident.name, resident.memory, resident.engine
         if memory is None or engine is None:
             raise NotNow("it is not on the device")
+        detached = False
+
+        def detach() -> bool:
+            nonlocal detached
+            detached = self._device.detach(name)
+            return detached
+
         resident.flow.hold()
-        if not await self._on_device(lambda: self._device.detach(name)):
-            resident.flow.serve()
-            raise NotNow("requests came for it")
         try:
-            if keep and self._copies.get(name) is None:
-                await self._on_copy_thread(resident, lambda: self._copy_out(resident, memory))
+            with resident.laps.of("commit_s"):
+                if not await self._on_device(detach):
+                    raise NotNow("requests came for it")
+            if keep and not self.has_copy(name):
+                await self._on_copy_thread(resident, lambda: self._mover.keep(resident, memory))
         except BaseException:
-            self._copies.drop(name)
-            await asyncio.shield(self._on_device(lambda: self._device.attach(engine)))
+            if not self.has_copy(name):
+                self._copies.drop(name)
+            if detached:
+                await _whole(self._on_device(lambda: self._device.attach(engine)))
             resident.flow.serve()
             raise
+        await _whole(self._let_go(resident, memory, keep))
+
+    async def _let_go(self, resident: Resident, memory: WeightMemory, keep: bool) -> None:
         if not keep:
-            self._copies.drop(name)
-        await self._on_copy_thread(resident, memory.unmap)
-        await self._on_device(memory.release)
+            self._copies.drop(resident.name)
+        await self._vacate(resident, memory)
         resident.stage = Stage.WARM if keep else Stage.COLD
 
-    # On a copy thread
-
-    def _fill(self, resident: Resident, memory: WeightMemory) -> None:
-        """Read the checkpoint into mapped pages."""
-        opened = resident.opened
-
-        def progress(done: int, total: int) -> None:
-            if resident.stop:
-                raise Stopped
-            self._progress(opened.name, done, total)
-
-        resident.weights = load_weights(
-            opened.checkpoint, opened.placed, self._kernels, memory.array, progress, threads=self._config.threads
-        )
-        digest = sampled_digest(memory.array)
-        require(resident.digest in (None, digest), f"{opened.name}: a second load gave other weights")
-        resident.digest = digest
-
-    def _copy_out(self, resident: Resident, memory: WeightMemory) -> None:
-        copy = self._copies.take(resident.name, memory.size_bytes)
-        if copy is None:
-            raise NotNow("the host has no memory for its copy")
-        move(copy.parts, [memory.array], self._pace(resident, memory.size_bytes))
-        copy.digest = resident.digest
-
-    def _verify(self, resident: Resident, memory: WeightMemory) -> None:
-        """The bytes are those that were first loaded: by samples always, every one of them when debugging."""
-        require(sampled_digest(memory.array) == resident.digest, f"{resident.name}: other bytes after the move")
-        copy = self._copies.get(resident.name)
-        if log.isEnabledFor(logging.DEBUG) and copy is not None:
-            require(full_digest([memory.array]) == full_digest(copy.parts), f"{resident.name}: other bytes in the copy")
-
-    def _pace(self, resident: Resident, total: int) -> Pace:
-        return Pace(lambda done: self._progress(resident.name, done, total), lambda: not resident.stop)
+    def _copy_rate(self) -> float | None:
+        """How fast weights may move now; None is full speed."""
+        return self._config.copy_bytes_per_s if self.serving else None
 
     def _engine(self, resident: Resident, memory: WeightMemory) -> Engine:
         """The device side, made at the first load and kept: the addresses it is bound to stay the same."""
@@ -362,12 +362,6 @@ class Lifecycle:
             weights = resident.weights or bind(opened.placed, self._kernels, memory.array)
             resident.engine = engine_of(opened, weights, self._config, self._xtensor, self._kernels, self._scarcity)
         return resident.engine
-
-    async def _served(self, resident: Resident) -> ServedModel:
-        """The model's face, with its tokenizer. BadModel where that cannot be read."""
-        opened = resident.opened
-        tokenizer = await asyncio.to_thread(tokenizer_of, opened, self._renderers)
-        return ServedModel(self.cards[opened.name], opened.target(tokenizer), tokenizer, resident.flow, self._streams)
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""
@@ -388,3 +382,17 @@ class Lifecycle:
             resident.stop = True
             await asyncio.wait([running])
             raise
+
+
+async def _whole(work: Coroutine[Any, Any, Any]) -> None:
+    """Do all of `work`, also when this is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue
+        raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -19,6 +20,8 @@ from prometheus_client.utils import floatToGoString
 
 from janus_server import types
 from janus_server.api.plan import Call
+from janus_server.applications import Application
+from janus_server.attainment import Counts, Course, Families, Outcome
 from janus_server.gauges import ENGINE, LABELS, Joined
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,6 +42,8 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
         self._models: dict[str, ModelMetrics] = {}
+        self._families = Families(self.registry, TTFT_S, TOKEN_S)
+        self._applications: dict[str, Counts] = {}
         counter, histogram = self._counter, self._histogram
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -87,6 +92,12 @@ class Metrics:
         if name not in self._models:
             self._models[name] = ModelMetrics(self, name)
         return self._models[name]
+
+    def application(self, application: Application) -> Counts:
+        """The counts of a served application; its series exist from the first time it is named."""
+        if application.name not in self._applications:
+            self._applications[application.name] = Counts(self._families, application)
+        return self._applications[application.name]
 
     def render(self, gauges: Sequence[Metric], active: Sequence[str]) -> bytes:
         """The text of /metrics, with what `gauges.read` found. Any thread.
@@ -168,11 +179,16 @@ class _ModelGaps:
 
 
 class CallWatch:
-    """Turns one call's deltas into observations. `now` is monotonic seconds; `end` is called exactly once."""
+    """Turns one call's deltas into observations. `now` is monotonic seconds; `end` is called exactly once.
 
-    def __init__(self, metrics: ModelMetrics, call: Call, arrived_s: float) -> None:
+    unended is what becomes of requests that have not ended by then: whoever knows better than FAILED says so first.
+    """
+
+    def __init__(self, metrics: ModelMetrics, counts: Counts, call: Call, arrived_s: float) -> None:
         self.call = call
+        self.unended = Outcome.FAILED
         self._metrics = metrics
+        self._counts = counts
         self.arrived_s = arrived_s
         choices = call.n * len(call.requests)
         self._queued_s: float | None = None
@@ -183,6 +199,13 @@ class CallWatch:
         self._ended: list[types.FinishReason | None] = [None] * choices
         self._cached = [0] * len(call.requests)
         self._read = [False] * len(call.requests)
+        self._first_of: list[float | None] = [None] * len(call.requests)
+        self._late = [0] * len(call.requests)
+        promise = counts.promise
+        self._tpot_s = promise.tpot_s or 0.0
+        # When a choice's first token is due, where both are promised; token i is i·TPOT later.
+        both = promise.ttft_s is not None and promise.tpot_s is not None
+        self._due_s = arrived_s + (promise.ttft_s or 0.0) if both else math.inf
 
     def delta(self, prompt: int, delta: types.Delta, now: float) -> None:
         index = prompt * self.call.n + delta.index
@@ -197,8 +220,14 @@ class CallWatch:
                 self._metrics.ttft.observe(now - self.arrived_s)
             if seen is not None:
                 self._metrics.itl.observe(now - seen)
+            elif self._first_of[prompt] is None:
+                self._first_of[prompt] = now
+            before = self._tokens[index]
+            if now > self._due_s + before * self._tpot_s:
+                due_by_now = math.ceil((now - self._due_s) / self._tpot_s)
+                self._late[prompt] += min(len(delta.tokens), max(due_by_now - before, 1))
             self._seen_s[index] = self._last_s = now
-            self._tokens[index] += len(delta.tokens)
+            self._tokens[index] = before + len(delta.tokens)
         if delta.cached_tokens > self._cached[prompt]:
             self._cached[prompt] = delta.cached_tokens
         if delta.finish is not None:
@@ -219,6 +248,7 @@ class CallWatch:
         m.params_n.observe(self.call.n)
         for prompt, request in enumerate(self.call.requests):
             self._end_request(prompt, request)
+            self._counts.ended(request, self._course(prompt, now))
         if not any(self._read):
             return
         m.e2e.observe(now - self.arrived_s)
@@ -237,6 +267,7 @@ class CallWatch:
         ends = dict.fromkeys(reason.value for reason in self._ended if reason is not None)
         return types.CallFacts(
             model=self.call.requests[0].model,
+            application=self.call.requests[0].application,
             prompt_tokens=self.call.prompt_tokens,
             completion_tokens=sum(self._tokens),
             cached_tokens=sum(self._cached),
@@ -245,6 +276,22 @@ class CallWatch:
             last_s=None if first_s is None else self._last_s - self.arrived_s,
             total_s=now - self.arrived_s,
             ends=tuple(ends),
+        )
+
+    def _course(self, prompt: int, now: float) -> Course:
+        """How one request went, for its application."""
+        choices = slice(prompt * self.call.n, (prompt + 1) * self.call.n)
+        tokens, first_s = self._tokens[choices], self._first_of[prompt]
+        whole = all(reason in (types.FinishReason.STOP, types.FinishReason.LENGTH) for reason in self._ended[choices])
+        later = max(tokens) - 1
+        last_s = max((seen_s for seen_s in self._seen_s[choices] if seen_s is not None), default=self.arrived_s)
+        return Course(
+            outcome=Outcome.OK if whole else self.unended,
+            open_s=now - self.arrived_s,
+            ttft_s=None if first_s is None else first_s - self.arrived_s,
+            tpot_s=(last_s - first_s) / later if first_s is not None and later > 0 else None,
+            tokens=sum(tokens),
+            late_tokens=self._late[prompt],
         )
 
     def _end_request(self, prompt: int, request: types.Request) -> None:

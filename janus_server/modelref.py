@@ -18,6 +18,22 @@ from janus_server.suggest import nearest
 from janus_server.types import Sampling
 
 
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model is treated on the node.
+
+    Of KV cache it always has room for kv_floor_bytes while it is on the device, and never takes more than
+    kv_ceiling_bytes. It leaves the device after idle_s without a request (None: not for that), never while it is
+    pinned, and is loaded at start with preload, where there is room. max_model_len goes before the server's.
+    """
+
+    kv_floor_bytes: int = 0
+    kv_ceiling_bytes: int | None = None
+    idle_s: float | None = None
+    pinned: bool = False
+    preload: bool = True
+    max_model_len: int | None = None
+
+
 class ModelEntry(msgspec.Struct, frozen=True):
     """One served model: the name clients send, and the checkpoint (a folder or a .gguf file) it is read from.
 
@@ -27,6 +43,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
     name: str
     path: Path
     sampling: Sampling = Sampling()
+    options: ModelOptions = ModelOptions()
 
 
 NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:@/+-]{0,126}[A-Za-z0-9])?")
@@ -41,7 +58,7 @@ def resolve(text: str) -> ModelEntry:
     if equals and not Path(text).exists():
         return named(left, right)
     entry = _find(text)
-    _check_name(entry.name, hint=f"write NAME={text}")
+    check_name(entry.name, hint=f"write NAME={text}")
     return entry
 
 
@@ -49,13 +66,13 @@ def named(name: str, reference: str) -> ModelEntry:
     """The entry for a reference whose name the user chose."""
     if not reference:
         raise BadConfig(f"model {name!r} has no path; write {name}=PATH")
-    _check_name(name, hint="choose another")
+    check_name(name, hint="choose another")
     return msgspec.structs.replace(_find(reference), name=name)
 
 
 def rename(entry: ModelEntry, name: str) -> ModelEntry:
     """The same checkpoint under the name that --served-model-name gave."""
-    _check_name(name, hint="choose another --served-model-name")
+    check_name(name, hint="choose another --served-model-name")
     return msgspec.structs.replace(entry, name=name)
 
 
@@ -70,6 +87,12 @@ def unique(entries: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
             )
         seen[entry.name] = entry.path
     return entries
+
+
+def check_name(name: str, hint: str, what: str = "a model") -> None:
+    """BadConfig unless clients can send it."""
+    if not NAME.fullmatch(name):
+        raise BadConfig(f"{name!r} cannot name {what} (letters, digits and . _ : @ / + - inside, at most 128); {hint}")
 
 
 def _find(reference: str) -> ModelEntry:
@@ -127,8 +150,3 @@ def _from_hub(repository: str) -> Path:
             f"model {repository!r} is no local path, and the hub could not give it "
             f"({reason[0] if reason else type(error).__name__}); give the path of a downloaded model: NAME=PATH"
         ) from None
-
-
-def _check_name(name: str, hint: str) -> None:
-    if not NAME.fullmatch(name):
-        raise BadConfig(f"{name!r} cannot name a model (letters, digits and . _ : @ / + - inside, at most 128); {hint}")

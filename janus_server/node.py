@@ -14,24 +14,32 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ParamSpec
 
-from janus_server.catalogue import OpenedModel, open_models
+from janus_server.catalogue import OpenedModel, headroom_pages, open_models, scratch_pages
 from janus_server.config import ServeConfig
+from janus_server.desk import FrontDesk
 from janus_server.errors import BadModel, Refused
 from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
+from janus_server.fork import want_of
 from janus_server.instance import ServedModel, Streams
 from janus_server.journal import Entry, Journal
 from janus_server.kernels.choose import choose
 from janus_server.kernels.table import Kernels
-from janus_server.kv.host import HostCopies
-from janus_server.kv.touch import TouchAhead
+from janus_server.kv.host import HostCopies, chunks_for
+from janus_server.kv.touch import Ahead, TouchAhead
+from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.kv.xtensor import XTensor
 from janus_server.leader import Leader
-from janus_server.lifecycle import UNREADABLE, Lifecycle, Progress
+from janus_server.lifecycle import UNREADABLE, Lifecycle
+from janus_server.model.checkpoint import contents_of
 from janus_server.observe.log import decision
 from janus_server.operate import Operator
-from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Wish
-from janus_server.sched.brain import Brain, BrainSettings
+from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Verb, Wish
+from janus_server.peers import Peers
+from janus_server.prepared import Prepared
+from janus_server.resident import Progress
+from janus_server.sched.brain import Brain
 from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.state import BrainSettings
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import PeerServer
@@ -50,6 +58,7 @@ class _Opened:
 
     kernels: Kernels
     catalogue: tuple[OpenedModel, ...]
+    memory: CpuMemory
     xtensor: XTensor
 
 
@@ -59,15 +68,22 @@ class _Start:
     def __init__(self, trouble: Callable[[str], Exception]) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trouble = trouble
-        self._open: dict[int, str] = {}
+        self._open: dict[int, Order] = {}
+
+    def all_given(self) -> None:
+        """There are no more orders of the start; with none at all it is over."""
+        if not self._open and not self.over.done():
+            self.over.set_result(None)
 
     def see(self, news: Event | Action) -> None:
         if self.over.done():
             return
         if isinstance(news, Order):
-            self._open[news.id] = news.model
+            self._open[news.id] = news
         elif isinstance(news, Failed):
-            self.over.set_exception(self._trouble(self._open[news.order]))
+            order = self._open.pop(news.order)
+            if order.verb is not Verb.FORK or news.lasting:  # after a copy that failed, another way is ordered next
+                self.over.set_exception(self._trouble(order.model))
         elif isinstance(news, Done):
             del self._open[news.order]
             if not self._open:
@@ -92,7 +108,9 @@ class Node:
         self._toucher: TouchAhead | None = None
         self._lifecycle: Lifecycle | None = None
         self._leader: Leader | None = None
+        self._desk: FrontDesk | None = None
         self.operator: Operator | None = None
+        self._prepared: Prepared | None = None
         self._renderers = Renderers()
         self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
         self._pages: Mapping[Owner, int] = MappingProxyType({})
@@ -170,21 +188,28 @@ class Node:
         Raises BadModel or BadConfig when a model cannot be served here.
         """
         loop = asyncio.get_running_loop()
-        opened = await asyncio.to_thread(_open, self._config)
+        opened = await asyncio.to_thread(_open, self._config, self._peering is not None)
         xtensor = opened.xtensor
-        toucher = self._toucher = TouchAhead(xtensor)
-        scarcity = Scarcity(xtensor.pool)
+        copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
+        toucher = self._toucher = TouchAhead(xtensor.touched, copies.touched, lambda: lifecycle.resting)
+        scarcity = Scarcity(xtensor.pool, self._config.prefix_idle_s)
         device = self._device = DeviceThread(
             xtensor.pool, scarcity, lambda report: _hand_over(loop, self._deliver, report), toucher.below,
             lambda model: lifecycle.release_lost(model),
         )  # fmt: skip
-        copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
+        sizes = {one.name: one.placed.total_bytes for one in opened.catalogue}
+        desk = self._desk = FrontDesk(sizes, self._config.max_num_batched_tokens, lambda: leader.changed())
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            copies, lambda: leader.changed(), _each(watch.progress, progress), self._peering,
+            copies, desk, _each(watch.progress, progress), self._peering,
         )  # fmt: skip
+        prepared = self._prepared = Prepared(lifecycle, self._config.prepare_bytes)
+        peers = None
         if self._peering is not None:
-            self._peers = PeerServer(self._peering, xtensor.memory, lifecycle.grants, lifecycle.offer)
+            names = [one.name for one in opened.catalogue]
+            self._peers = PeerServer(self._peering, opened.memory, lifecycle.grants, lifecycle.offer, names)
+            peers = Peers(self._peering, {o.name: want_of(o, opened.kernels, None) for o in opened.catalogue})
+            await peers.look()
         self.cards = MappingProxyType(lifecycle.cards)
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
@@ -193,14 +218,25 @@ class Node:
         if self._config.journal is not None:
             self._journal = Journal(self._config.journal, brain, log.error)
         record = _nothing if self._journal is None else self._journal.write
-        leader = self._leader = Leader(name, brain, lifecycle, _each(watch.see, start.see), record)
+        see = _each(watch.see, _each(start.see, prepared.see))
+        leader = self._leader = Leader(name, brain, lifecycle, desk, see, record, peers)
         device.start()
-        leader.join(self.pool_pages, self._config.host_memory_bytes)
+        toucher.start(_ahead(opened.catalogue))
+        self._pages, self.free_pages = xtensor.pool.held(), xtensor.pool.free_pages
+        leader.join(xtensor.pool.free_pages, self._config.host_memory_bytes)
         self.operator = Operator(
-            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes
+            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers
         )
+        start.all_given()
         await start.over
+        toucher.below(xtensor.pool.high_mark)  # scratch at first; not beside the load, which is waited for
         self._loaded = True
+        prepared.start()
+
+    @property
+    def touched(self) -> bool:
+        """True once the memory that the catalogue can use is at hand: no transition has to wait for the system."""
+        return self._toucher is not None and self._toucher.finished
 
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
@@ -215,6 +251,8 @@ class Node:
 
     async def close(self) -> None:
         """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
+        if self._prepared is not None:
+            await self._prepared.close()
         if self._leader is not None:
             await self._leader.close()
         if self._peers is not None:
@@ -247,6 +285,8 @@ class Node:
             self._stats = MappingProxyType({**self._stats, report.model: report.stats})
         self._pages, self.free_pages = report.pages, report.free_pages
         self.streams.deliver(report)
+        if self._desk is not None:
+            self._desk.observe(report)
         if report.failed and self._leader is not None:
             self._leader.lost(report.model)
         for listener in self._listeners:
@@ -257,11 +297,25 @@ def _nothing(entry: Entry) -> None:
     """No journal was asked for."""
 
 
-def _open(config: ServeConfig) -> _Opened:
+def _open(config: ServeConfig, with_peers: bool) -> _Opened:
     kernels, reasons = choose(config.kernels.value, config.threads, config.cache_dir)
     for reason in reasons:
         log.debug("%s", reason)
-    return _Opened(kernels, open_models(config, kernels), XTensor(config.memory_bytes, config.page_bytes))
+    catalogue = open_models(config, kernels)
+    if with_peers:
+        catalogue = tuple(dataclasses.replace(one, contents=contents_of(one.checkpoint)) for one in catalogue)
+    memory = CpuMemory(max(1, config.memory_bytes // config.page_bytes), config.page_bytes)
+    xtensor = XTensor(memory)
+    page_bytes = config.page_bytes
+    xtensor.reserve_scratch(scratch_pages(catalogue, page_bytes), headroom_pages(catalogue, page_bytes))
+    return _Opened(kernels, catalogue, memory, xtensor)
+
+
+def _ahead(catalogue: tuple[OpenedModel, ...]) -> Ahead:
+    """What to have at hand before it is needed. A model that is alone is never put to sleep for another."""
+    known = [one.known() for one in catalogue]
+    host_bytes = sum(one.host_bytes for one in known) if len(known) > 1 else 0
+    return Ahead(sum(one.weight_pages for one in known), chunks_for(host_bytes))
 
 
 def _each(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:

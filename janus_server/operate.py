@@ -10,14 +10,27 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
-from janus_server.api.admin import KvUse, ManagedModel, MemoryMap, Survey, Taking, memory_map
+from janus_server.api.admin import (
+    KvUse,
+    ManagedModel,
+    MemoryMap,
+    PeerList,
+    PeerModel,
+    PeerNode,
+    Survey,
+    Taking,
+    memory_map,
+)
+from janus_server.errors import Refused
 from janus_server.executor import DeviceThread
 from janus_server.kv.host import HostCopies
 from janus_server.kv.pages import PagePool
 from janus_server.leader import Leader
 from janus_server.lifecycle import Lifecycle
-from janus_server.orders import Answer, Stage, Wish
+from janus_server.orders import Answer, Order, Stage, Wish
+from janus_server.peers import Peers, Use
 from janus_server.types import Owner, PageKind
 from janus_server.watch import Watch
 
@@ -43,7 +56,9 @@ class Operator:
         watch: Watch,
         held: Callable[[], Mapping[Owner, int]],
         page_bytes: int,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers
         self.watch = watch
         self._leader = leader
         self._lifecycle = lifecycle
@@ -65,7 +80,8 @@ class Operator:
         """One model of the catalogue as it stands now."""
         resident, standing = self._lifecycle.residents[name], self._leader.standing(name)
         flow, held = resident.flow, self._held()
-        idle = resident.stage is Stage.ACTIVE and not flow.running
+        active = resident.stage is Stage.ACTIVE
+        origin = self.watch.origin(name) if active else None
         return ManagedModel(
             model=name,
             stage=resident.stage.value,
@@ -75,7 +91,7 @@ class Operator:
             draining=standing.draining,
             running=flow.running,
             held=flow.held,
-            idle_s=round(time.monotonic() - flow.idle_since_s, 3) if idle else None,
+            idle_s=round(time.monotonic() - flow.idle_since_s, 3) if active and not flow.running else None,
             weight_pages=resident.opened.weight_pages,
             weight_bytes=resident.opened.placed.total_bytes,
             held_pages=held.get(Owner(name, PageKind.WEIGHTS), 0),
@@ -84,11 +100,63 @@ class Operator:
             load_s=round(standing.load_s, 6),
             wake_s=round(standing.wake_s, 6),
             trouble=self.watch.trouble(name),
+            prepared=resident.served is not None,
+            origin=_how(origin),
+            source=None if origin is None else origin.source,
         )
 
-    def ask(self, name: str, wish: Wish) -> Answer:
-        """The Brain's immediate answer to a wish for a model of the catalogue."""
-        return self._leader.ask(name, wish)
+    async def ask(self, name: str, wish: Wish, source: str | None = None) -> Answer:
+        """The Brain's immediate answer to a wish for a model of the catalogue.
+
+        FORK takes the name of the peer to copy from, or picks one. Refused (404) where no peer is called so.
+        """
+        if wish.goal is Stage.ACTIVE:
+            await self._leader.look()
+        if wish is Wish.FORK and not self.fulfilled(name, wish):
+            found = await self._fork_source(name, source)
+            if isinstance(found, Answer):
+                return found
+            source = found
+        return self._leader.ask(name, wish, source)
+
+    async def peers(self) -> PeerList:
+        """Every other node of this user on this host, and what of theirs can be copied."""
+        if self._peers is None:
+            return PeerList(object="list", node=None, data=[])
+        await self._peers.look(0.0)
+        nodes = []
+        for peer in self._peers.seen:
+            uses = [(held, self._peers.use(held)) for held in peer.models]
+            models = [
+                PeerModel(
+                    model=held.model, bytes=held.size_bytes, readers=held.readers,
+                    why=None if use is Use.FORK else use.value,
+                )
+                for held, use in uses
+            ]  # fmt: skip
+            nodes.append(PeerNode(node=peer.node, models=models, trouble=peer.trouble))
+        return PeerList(object="list", node=self._peers.node, data=nodes)
+
+    async def _fork_source(self, name: str, source: str | None) -> str | Answer:
+        """The peer to copy from, or why there is none: then nothing is ordered."""
+        if self._peers is None:
+            return Answer(name, False, "this server shares nothing: start it, and the other one, with --node NAME")
+        if source == self._peers.node:
+            return Answer(name, False, f"{source} is this server itself; GET /admin/peers lists the others")
+        await self._peers.look(0.0)
+        if source is None:
+            best = self._peers.offers().get(name)
+            return best[0] if best else Answer(name, False, f"no peer holds {name} as this server would")
+        peer = next((one for one in self._peers.seen if one.node == source), None)
+        if peer is None:
+            names = ", ".join(one.node for one in self._peers.seen) or "none"
+            message = f"no node of that name is seen on this machine; those that are: {names}"
+            raise Refused(message, status=404, param="source", code="node_not_found")
+        held = next((one for one in peer.models if one.model == name), None)
+        if held is None:
+            return Answer(name, False, f"{source} does not let {name} be copied: {peer.trouble or 'it is not active'}")
+        use = self._peers.use(held)
+        return source if use is Use.FORK else Answer(name, False, f"{name} cannot be copied from {source}: {use.value}")
 
     def fulfilled(self, name: str, wish: Wish) -> bool:
         """Whether nothing is left to do for an accepted wish."""
@@ -136,3 +204,11 @@ class Operator:
             empty = sum(len(seq.pages) * size - seq.computed for seq in (*batcher.running, *batcher.waiting))
             kv[name] = KvUse(empty, batcher.prefix.evictable(len(batcher.prefix)))
         return Survey(self._pool.owners(), kv)
+
+
+def _how(order: Order | None) -> Literal["load", "wake", "fork"] | None:
+    """An order's verb, for the type checker."""
+    match order.verb.value if order is not None else None:
+        case "load" | "wake" | "fork" as verb:
+            return verb
+    return None

@@ -83,16 +83,38 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     preload: bool = True
 
 
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits to be begun, as the leader sees it: no tokens, only how many.
+
+    work_s is what its prompt is predicted to take, ttft_s the promise for its first token, counted from arrived_s; None
+    where there is none.
+    """
+
+    id: str
+    model: str
+    prompt_tokens: int
+    work_s: float
+    arrived_s: float
+    ttft_s: float | None = None
+
+
 # Events
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A node with its pool, its budget for host copies, and the catalogue."""
+    """A node with its pool, its budget for host copies, the catalogue, and what its peers offer (as in `Offered`)."""
 
     node: str
     pool_pages: int
     host_bytes: int
     models: tuple[KnownModel, ...]
+    offers: dict[str, tuple[str, ...]] = {}
+
+
+class Offered(msgspec.Struct, frozen=True, tag=True):
+    """What other nodes hold Active and let be copied: nodes by model, the best first. Models not named have none."""
+
+    offers: dict[str, tuple[str, ...]]
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
@@ -115,15 +137,52 @@ class Busy(msgspec.Struct, frozen=True):
     idle_for_s: float
 
 
+class Traffic(msgspec.Struct, frozen=True, tag=True):
+    """What happened at the front since it was last told: requests that came, whose prompt is computed, that are gone.
+
+    started and left are ids of tickets; who left before its prompt was computed is told of as left, others may be.
+    """
+
+    arrived: tuple[Ticket, ...] = ()
+    started: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A node is gone, and all that was on it."""
+
+    node: str
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """How busy the node is: told before every other event, so that what is decided is true when it is decided."""
+    """How busy the models are that are Active on the node, others left out.
+
+    It is told before every other event, so that what is decided is true when it is decided.
+    """
 
     node: str
     models: dict[str, Busy]
 
 
+class Phases(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a transition by what they went into; the rest is waiting for threads and for each other.
+
+    reserve: room was made and pages taken. touch: pages and host memory that were never used were provided by the
+    system. map and unmap: addresses, as far as the copy did not hide it. copy: the bytes moved. verify: samples of them
+    were compared. commit: the device thread took the model in, or let it go.
+    """
+
+    reserve_s: float = 0.0
+    touch_s: float = 0.0
+    map_s: float = 0.0
+    copy_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    unmap_s: float = 0.0
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """An order was carried out; took_s teaches what the next one will take.
+    """An order was carried out; took_s teaches what the next one will take, phases say what it went into.
 
     stage is where the model stands now, copy whether the host holds its weights.
     """
@@ -132,6 +191,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     stage: Stage
     copy: bool
     took_s: float
+    phases: Phases = Phases()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -145,26 +205,32 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A model's instance was torn down by an error: it is Cold or Warm again without an order."""
+    """A model's instance on a node was torn down by an error: it is Cold or Warm again without an order."""
 
+    node: str
     model: str
     stage: Stage
     copy: bool
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """An operator's wish. To fork it takes the name of the node to copy from."""
+    """An operator's wish. To fork it takes the name of the node to copy from.
+
+    Without a node it goes to where it makes sense: the best one for a model to be brought onto, all that have it
+    otherwise.
+    """
 
     model: str
     wish: Wish
     source: str | None = None
+    node: str | None = None
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time passed: `Brain.next_wake` asked for it."""
 
 
-Event = Joined | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tick
+Event = Joined | Left | Offered | Traffic | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tick
 
 
 # Actions
@@ -180,6 +246,14 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     verb: Verb
     why: str
     source: str | None = None
+
+
+class Dispatch(msgspec.Struct, frozen=True, tag=True):
+    """Begin these requests on a node, in this order; requests are ids of tickets."""
+
+    node: str
+    requests: tuple[str, ...]
+    why: str
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -198,4 +272,4 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Action = Order | Refuse | Answer
+Action = Order | Dispatch | Refuse | Answer

@@ -15,6 +15,7 @@ from janus_server import units
 from janus_server.suggest import nearest
 
 PAGE_BYTES_MIN: Final = 4096
+NODE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 E = TypeVar("E", bound=enum.Enum)
 T = TypeVar("T")
@@ -88,9 +89,25 @@ def file(raw: Any) -> Path:
     return Path(raw).expanduser().absolute()
 
 
+def bytes_or_none(raw: Any) -> int:
+    """A size; 0 or "off" is none at all."""
+    return 0 if raw in (0, "0", "off") and not isinstance(raw, bool) else units.parse_bytes(raw)
+
+
+def node_name(raw: Any) -> str:
+    if not isinstance(raw, str) or not NODE_NAME.fullmatch(raw):
+        raise ValueError(f"{raw!r} is not a node's name: up to 64 letters, digits, dots and dashes, no dash first")
+    return raw
+
+
 def auto(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
     """A reader that also takes "auto" (None)."""
     return lambda raw: None if raw == "auto" else read(raw)
+
+
+def never(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    """A reader that also takes "never" (None)."""
+    return lambda raw: None if raw == "never" else read(raw)
 
 
 def positive_seconds(raw: Any) -> float:
@@ -114,3 +131,22 @@ def names_of(what: str, shape: str) -> Callable[[Any], tuple[str, ...]]:
         return tuple(names)
 
     return read
+
+
+def share(raw: Any) -> float:
+    """A share of requests, more than 0 and at most 1."""
+    if isinstance(raw, bool) or not isinstance(raw, int | float) or not 0 < raw <= 1:
+        raise ValueError(f"{raw!r} is not a share of more than 0 and at most 1, such as 0.99")
+    return float(raw)
+
+
+def priority(raw: Any) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int) or not -100 <= raw <= 100:
+        raise ValueError(f"{raw!r} is not a whole number from -100 to 100, where higher goes first")
+    return raw
+
+
+def key_name(raw: Any) -> str:
+    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", raw):
+        raise ValueError(f"{raw!r} is not the name of an API key, as it stands in the key file (never the key itself)")
+    return raw

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
+from janus_server import applications
 from janus_server import keys as keyring
 from janus_server.config import LogFormat, ServeConfig, run_folders
 from janus_server.errors import BadConfig, BadModel
@@ -30,6 +31,7 @@ from janus_server.network import bind, check_exposure, connections_to_have, is_l
 from janus_server.node import Node
 from janus_server.observe import log as logs
 from janus_server.observe.trace import Tracer
+from janus_server.peers import peering_of
 from janus_server.terminal.progress import LoadProgress
 from janus_server.units import format_bytes
 from janus_server.version import server_version
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     import ssl
 
     from janus_server.http.listen import Listener
+    from janus_server.transfer.rundir import Peering
 
 log = logging.getLogger("janus.serve")
 
@@ -52,6 +55,7 @@ def run(config: ServeConfig) -> int:
     try:
         tracer = None if config.otlp_endpoint is None else Tracer.open(config.otlp_endpoint, server_version())
         keys, tls = keyring.load(config.keys, config.api_key_file), tls_context(config)
+        applications.check_keys(config.applications, keys.limits())
         connections = connections_to_have(config.max_connections)
         if connections < config.max_connections:
             log.warning("at most %d connections: the process may open no more files (ulimit -n)", connections)
@@ -89,7 +93,8 @@ async def _serve(
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop, hurry)
-    node = Node(config)
+    peering = peering_of(config, run_folders())
+    node = Node(config, peering)
     progress = LoadProgress(sys.stderr)
     opening = asyncio.create_task(node.open(progress.update))
     await asyncio.sleep(0)  # let it begin
@@ -105,7 +110,7 @@ async def _serve(
         progress.close()
         if opening.done():
             await opening
-            _announce(config, node, _url(config, listening), time.perf_counter() - start_s)
+            _announce(config, node, _url(config, listening), time.perf_counter() - start_s, peering)
             # What start-up left behind lives as long as the process: keep the collector from walking it again.
             gc.collect()
             gc.freeze()
@@ -138,6 +143,7 @@ def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
     """SIGHUP: the key file as it is now. One that cannot be used changes nothing."""
     try:
         keys = keyring.load(config.keys, config.api_key_file, old.local)
+        applications.check_keys(config.applications, keys.limits())
     except BadConfig as error:
         log.error("the keys stay as they were: %s", error)
         return
@@ -176,7 +182,7 @@ async def _idle(server: Listener, limit_s: float, hurry: asyncio.Event | None = 
         await asyncio.sleep(0.02)
 
 
-def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:
+def _announce(config: ServeConfig, node: Node, url: str, took_s: float, peering: Peering | None) -> None:
     lines = [f"Janus is ready on {url} after {took_s:.2f} s"]
     stages = node.stages()
     for card in node.cards.values():
@@ -186,6 +192,8 @@ def _announce(config: ServeConfig, node: Node, url: str, took_s: float) -> None:
         )
     pool = format_bytes(config.memory_bytes)
     lines.append(f"  memory {pool}, of it {format_bytes(node.free_pages * config.page_bytes)} free for KV cache")
+    if peering is not None:
+        lines.append(f"  node {peering.node}: shares its weights with your other nodes in {peering.run_dir}")
     local = url == "http://127.0.0.1:8000"
     lines.append("  try: janus chat" + ("" if local else f" --url {url}"))
     if config.log_format is LogFormat.JSON:

@@ -15,6 +15,7 @@ from janus_server import units
 from janus_server.readers import (
     auto,
     between,
+    bytes_or_none,
     choice,
     collector,
     file,
@@ -22,6 +23,7 @@ from janus_server.readers import (
     host,
     names_of,
     never,
+    node_name,
     page_bytes,
     positive_seconds,
     switch,
@@ -87,6 +89,15 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         units.parse_bytes,
         ("--host-memory",),
         "budget for copies of models that sleep, from which they wake in a moment (default: a quarter of RAM)",
+        "SIZE",
+    ),
+    Setting(
+        "copy_rate",
+        "copy_bytes_per_s",
+        never(units.parse_bytes),
+        ("--copy-rate",),
+        "bytes a second at which weights are moved while requests run, so that streams do not stutter; never for no "
+        "limit (default 512MiB; at full speed while nothing runs)",
         "SIZE",
     ),
     Setting(
@@ -168,6 +179,15 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         ("--share-prefixes",),
         "let requests of different keys reuse each other's prompt beginnings, whose speed tells what others asked "
         "(default off)",
+    ),
+    Setting(
+        "prefix_idle",
+        "prefix_idle_s",
+        never(positive_seconds),
+        ("--prefix-idle",),
+        "how long an unused prompt beginning stays cached before its pages are free for anything (default 5min; never: "
+        "until they are needed)",
+        "DURATION",
     ),
     Setting(
         "one_prompt_at_a_time",
@@ -327,6 +347,32 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         ("--journal",),
         "file that the leader's decisions are written to, for janus replay (default: none)",
         "FILE",
+    ),
+    Setting(
+        "prepare",
+        "prepare_bytes",
+        bytes_or_none,
+        ("--prepare",),
+        "budget for tokenizers, templates and layouts of models that are cold, so that their first request, or a copy "
+        "from another node, need not wait for those (default 256MiB; 0: off)",
+        "SIZE",
+    ),
+    Setting(
+        "node",
+        "node",
+        node_name,
+        ("--node",),
+        "this server's name among your others on this machine: those that have one copy weights from each other's "
+        "memory instead of reading checkpoints (default: no name, nothing is shared)",
+        "NAME",
+    ),
+    Setting(
+        "run_dir",
+        "run_dir",
+        folder,
+        ("--run-dir",),
+        "where servers with a --node name meet; yours alone (default $XDG_RUNTIME_DIR/janus or ~/.cache/janus/run)",
+        "FOLDER",
     ),
     Setting(
         "cache_dir",

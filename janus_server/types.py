@@ -83,6 +83,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class Promise(msgspec.Struct, frozen=True):
+    """What an application promises its callers: a request attains it when its TTFT and its mean TPOT both do.
+
+    None promises nothing of that kind. attain is the share of requests that are to.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    attain: float = 0.99
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One validated prompt with n choices, as it travels from the front to the node that runs it.
 
@@ -91,7 +102,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shown_ids are control tokens that appear in the text although the others are skipped.
     prompt_logprobs k asks for the log probability of every prompt token but the first, and the k likeliest in its
     place. With max_tokens 0 nothing is generated: the request ends where its prompt does, and with pooling it brings
-    the embedding of that prompt.
+    the embedding of that prompt. application is the name that its promise and priority (higher first) were given under.
     """
 
     id: str
@@ -110,6 +121,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     tenant: str = ""
+    application: str = ""
+    promise: Promise | None = None
+    priority: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -332,10 +346,12 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One API call in numbers, for logs and traces; nothing that a client wrote.
 
     Seconds count from its arrival: queue_s to the first step, ttft_s to the first token, last_s to the last one. None
-    where it did not come so far. ends are the reasons why its choices ended, each once.
+    where it did not come so far. ends are the reasons why its choices ended, each once. application is the name that
+    it counts under.
     """
 
     model: str
+    application: str = ""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

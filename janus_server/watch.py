@@ -20,6 +20,7 @@ PROGRESS_EVERY_S = 0.2
 PROGRESS_QUEUE = 32
 QUEUE = 1024
 
+RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _WITHOUT_END = (Verb.DRAIN, Verb.SERVE)
 
 
@@ -81,6 +82,8 @@ class Watch:
         self._tasks: dict[str, _Task] = {}
         self._orders: dict[int, Order] = {}
         self._troubles: dict[str, str] = {}
+        self._origins: dict[str, Order] = {}
+        self._failed_forks: dict[str, str] = {}
         self._readers: dict[Subscription, None] = {}
 
     def see(self, news: Event | Action) -> None:
@@ -123,6 +126,14 @@ class Watch:
         """Why its last order failed, or it was torn down, or who waited was refused; None once an order succeeded."""
         return self._troubles.get(model)
 
+    def origin(self, model: str) -> Order | None:
+        """The order by which it became Active the last time."""
+        return self._origins.get(model)
+
+    def failed_fork(self, model: str) -> str | None:
+        """Why the last copy from a peer failed; None once one succeeded or is under way."""
+        return self._failed_forks.get(model)
+
     @contextlib.contextmanager
     def subscribe(self) -> Iterator[Subscription]:
         """News from now on."""
@@ -140,11 +151,17 @@ class Watch:
 
     def _note_trouble(self, news: Event | Action, order: Order | None) -> None:
         match news:
+            case Order(model=model, verb=Verb.FORK):
+                self._failed_forks.pop(model, None)
             case Done() if order is not None:
                 self._troubles.pop(order.model, None)
+                if order.verb in RAISING:
+                    self._origins[order.model] = order
             case Failed(reason=reason) if order is not None:
                 self._troubles[order.model] = reason
-            case Lost(model):
+                if order.verb is Verb.FORK:
+                    self._failed_forks[order.model] = reason
+            case Lost(_, model):
                 self._troubles[model] = LOST
             case Refuse(model, why):
                 self._troubles[model] = why

@@ -7,21 +7,21 @@ them. Sizes are in bytes and pages, times in seconds. A field that may be missin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from janus_server.api.answers import Count, ErrorDetails
-from janus_server.orders import Action, Answer, Done, Event, Failed, Lost, Order, Refuse, Wish
+from janus_server.orders import Action, Answer, Done, Event, Failed, Lost, Order, Phases, Refuse, Wish
 from janus_server.types import Owner
 
 StageName = Literal["cold", "warm", "active"]
 VerbName = Literal["load", "wake", "fork", "drain", "serve", "sleep", "unload", "evict"]
 PageUse = Literal["weights", "kv", "scratch", "free"]
 
-# What can be asked for here; a fork needs a peer, which the leader knows and no operator has to name.
-WISHES = (Wish.LOAD, Wish.WAKE, Wish.SLEEP, Wish.EVICT, Wish.PIN, Wish.UNPIN)
+# What can be asked for here.
+WISHES = (Wish.LOAD, Wish.WAKE, Wish.SLEEP, Wish.EVICT, Wish.FORK, Wish.PIN, Wish.UNPIN)
 
 LOST = "it failed while it ran; the server's log says why"
 HOW = (
@@ -49,6 +49,8 @@ class ManagedModel(msgspec.Struct, kw_only=True):
     running counts its requests, held the calls that wait for it to become active. weight_pages and weight_bytes are
     what its weights take while it is active; held_pages and kv_pages are pages of the pool that it holds now. idle_s is
     null while it has requests or is not active. trouble is why the last order failed; null once one succeeded.
+    prepared says that its tokenizer is read: a request need not wait for that. origin is how it became active, source
+    the node that it was copied from then.
     """
 
     model: str
@@ -68,6 +70,9 @@ class ManagedModel(msgspec.Struct, kw_only=True):
     load_s: float
     wake_s: float
     trouble: str | None
+    prepared: bool
+    origin: Literal["load", "wake", "fork"] | None
+    source: str | None
 
 
 class ManagedList(msgspec.Struct, kw_only=True):
@@ -75,6 +80,37 @@ class ManagedList(msgspec.Struct, kw_only=True):
 
     object: Literal["list"]
     data: list[ManagedModel]
+
+
+class ForkBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which node to copy the model from; without one, the peer that holds it and is read least."""
+
+    source: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+
+
+class PeerModel(msgspec.Struct, kw_only=True):
+    """A model that a peer holds active. why says why it is of no use here; null where it can be copied."""
+
+    model: str
+    bytes: Count
+    readers: Count
+    why: str | None
+
+
+class PeerNode(msgspec.Struct, kw_only=True):
+    """Another server of this user on this machine. trouble is null unless it did not say what it holds."""
+
+    node: str
+    models: list[PeerModel]
+    trouble: str | None
+
+
+class PeerList(msgspec.Struct, kw_only=True):
+    """Every peer that is seen now; node is this server's own name, null where it has none and shares nothing."""
+
+    object: Literal["list"]
+    node: str | None
+    data: list[PeerNode]
 
 
 class Wished(msgspec.Struct, kw_only=True):
@@ -169,7 +205,8 @@ class MemoryMap(msgspec.Struct, kw_only=True):
 class ModelEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The JSON of one event: what was ordered, how far it is, how it ended, and what was answered to whom.
 
-    order: an order was given. progress: bytes moved for it. done, failed: it ended, the model stands at `stage`.
+    order: an order was given. progress: bytes moved for it. done, failed: it ended, the model stands at `stage`;
+    phases are the seconds of took_s by what they went into.
     lost: the model was torn down by an error. refused: who waited for it was sent away. answer: to an operator's wish.
     gap: this reader was too slow, `count` events are missing here. time is Unix time.
     """
@@ -183,6 +220,7 @@ class ModelEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     stage: StageName | UnsetType = UNSET
     copy: bool | UnsetType = UNSET
     took_s: float | UnsetType = UNSET
+    phases: Phases | UnsetType = UNSET
     done_bytes: Count | UnsetType = UNSET
     total_bytes: Count | UnsetType = UNSET
     accepted: bool | UnsetType = UNSET
@@ -195,17 +233,17 @@ def told(news: Event | Action, order: Order | None, now: float) -> ModelEvent | 
     match news:
         case Order(id=number, model=model, verb=verb, why=why):
             return ModelEvent(type="order", time=now, model=model, order=number, verb=verb.value, why=why)
-        case Done(stage=stage, copy=copy, took_s=took_s) if order is not None:
+        case Done(stage=stage, copy=copy, took_s=took_s, phases=phases) if order is not None:
             return ModelEvent(
                 type="done", time=now, model=order.model, order=order.id, verb=order.verb.value, stage=stage.value,
-                copy=copy, took_s=took_s,
+                copy=copy, took_s=took_s, phases=phases,
             )  # fmt: skip
         case Failed(stage=stage, copy=copy, reason=reason) if order is not None:
             return ModelEvent(
                 type="failed", time=now, model=order.model, order=order.id, verb=order.verb.value, stage=stage.value,
                 copy=copy, why=reason,
             )  # fmt: skip
-        case Lost(model, stage, copy):
+        case Lost(_, model, stage, copy):
             return ModelEvent(type="lost", time=now, model=model, stage=stage.value, copy=copy, why=LOST)
         case Refuse(model, why, retry_after_s):
             return ModelEvent(type="refused", time=now, model=model, why=why, retry_after_s=retry_after_s)

@@ -218,14 +218,17 @@ class ModelMeta(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A served model; max_model_len is the longest prompt plus answer in tokens."""
+    """A served name; max_model_len is the longest prompt plus answer in tokens.
+
+    parent is null for a model. For an application of one, root and parent name the model.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: Annotated[int, Meta(ge=1)]
     meta: ModelMeta
 

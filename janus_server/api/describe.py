@@ -43,7 +43,7 @@ PATH_WORDS: Mapping[str, str] = types.MappingProxyType({
 })  # fmt: skip
 
 _WORDS: Mapping[str, str] = types.MappingProxyType({
-    "model": "The name of a served model, as /v1/models lists it",
+    "model": "The name of a served model or application, as /v1/models lists it",
     "max_tokens": "Most tokens to generate for each choice; max_completion_tokens wins over it",
     "max_completion_tokens": "Most tokens to generate for each choice",
     "min_tokens": "No end token or stop string counts before that many tokens",

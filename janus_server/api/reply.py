@@ -206,15 +206,18 @@ def failure(delta: types.Delta) -> Refused | None:
     return None
 
 
-def model_entry(card: types.ModelCard) -> dict[str, Any]:
-    """One entry of /v1/models: OpenAI's fields, vLLM's max_model_len, and what we know of the weights."""
+def model_entry(card: types.ModelCard, name: str, parent: str | None) -> dict[str, Any]:
+    """One entry of /v1/models: OpenAI's fields, vLLM's max_model_len, and what we know of the weights.
+
+    name is the served name, parent its model's where that is another one, as vLLM lists adapters.
+    """
     return {
-        "id": card.id,
+        "id": name,
         "object": "model",
         "created": card.created_s,
         "owned_by": "janus",
-        "root": card.id,
-        "parent": None,
+        "root": parent or name,
+        "parent": parent,
         "max_model_len": card.context_tokens,
         "meta": {
             "parameters": card.parameters,

@@ -77,8 +77,10 @@ class Access:
 
     def _log_prompts(self, request_id: str, watch: CallWatch) -> None:
         requests = watch.call.requests
-        tokenizer = self._node.prepared[requests[0].model].tokenizer
-        texts = [tokenizer.decode(one.prompt[:PROMPT_TOKENS], skip_special=False) for one in requests]
+        served = self._node.prepared.get(requests[0].model)
+        if served is None:  # it was refused, and its tokenizer dropped since
+            return
+        texts = [served.tokenizer.decode(one.prompt[:PROMPT_TOKENS], skip_special=False) for one in requests]
         log.info("prompts of %s: %r", request_id, texts, extra=facts(request=request_id, prompts=texts))
 
 
@@ -133,6 +135,7 @@ def _fields(one: Finished, key: str | None) -> dict[str, Fact]:
         "route": one.route,
         "status": one.status,
         "model": ran.model if ran is not None else None,
+        "application": ran.application if ran is not None else None,
         "prompt_tokens": ran.prompt_tokens if ran is not None else None,
         "completion_tokens": ran.completion_tokens if ran is not None else None,
         "cached_tokens": ran.cached_tokens if ran is not None else None,
@@ -149,7 +152,8 @@ def _sentence(one: Finished, key: str | None) -> str:
     words: list[str] = [f"{one.status} {one.method} {one.route} {one.id}"]
     if one.ran is not None:
         ran = one.ran.facts
-        words.append(f"{ran.model}: {ran.prompt_tokens} ({ran.cached_tokens} cached) + {ran.completion_tokens} tokens")
+        name = ran.model if ran.application in ("", ran.model) else f"{ran.application} ({ran.model})"
+        words.append(f"{name}: {ran.prompt_tokens} ({ran.cached_tokens} cached) + {ran.completion_tokens} tokens")
         named = (("queue", ran.queue_s), ("first token", ran.ttft_s))
         words += [f"{name} {seconds:.3f} s" for name, seconds in named if seconds is not None]
     words.append(f"total {one.total_s:.3f} s")

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from janus_server.api import reply
-from janus_server.api.admin import WISHES, AdminError, AdminErrorDetails, ManagedList, ModelEvent, Wished
+from janus_server.api.admin import WISHES, AdminError, AdminErrorDetails, ForkBody, ManagedList, ModelEvent, Wished
 from janus_server.errors import Refused
 from janus_server.http.edge import CODE, SSE
 from janus_server.http.service import Service, no_such_model, not_ready
@@ -24,7 +24,9 @@ from janus_server.orders import Wish
 WAIT_MOST_S = 600.0
 # A step that takes longer is no ordinary one: /ready says what a frozen server is like.
 LOOK_S = 10.0
-PATTERN = "|".join(wish.value for wish in WISHES)
+FORK_MOST_BYTES = 4096
+# A fork has a body, and a route of its own.
+PATTERN = "|".join(wish.value for wish in WISHES if wish is not Wish.FORK)
 
 
 class Admin:
@@ -38,7 +40,17 @@ class Admin:
 
     async def wish(self, request: web.Request) -> web.Response:
         """202 while there is something left to do, 200 when there is not, 409 where the model's state forbids it."""
-        name, wish = request.match_info["model"], Wish(request.match_info["wish"])
+        return await self._fulfil(request, Wish(request.match_info["wish"]), None)
+
+    async def fork(self, request: web.Request) -> web.Response:
+        """As `wish`; a copy that fails on the way is followed by what this node has itself, and the answer says so."""
+        return await self._fulfil(request, Wish.FORK, await self._source(request))
+
+    async def peers(self, request: web.Request) -> web.Response:
+        return _json(await self._operator().peers())
+
+    async def _fulfil(self, request: web.Request, wish: Wish, source: str | None) -> web.Response:
+        name = request.match_info["model"]
         wait_s = _wait_s(request)
         operator = self._operator()
         if name not in operator.names:
@@ -46,20 +58,28 @@ class Admin:
         reason = self._service.node.refusing()
         if reason is not None:
             raise not_ready(reason)
-        answer = operator.ask(name, wish)
+        answer = await operator.ask(name, wish, source)
         if not answer.accepted:
             return _told(request, 409, "conflict", answer.why, operator, name)
         end = await operator.until(name, wish, wait_s) if wait_s else None
         if end is End.MISSED:
-            trouble = operator.watch.trouble(name)
-            why = f"{name} is {operator.model(name).stage} and goes no further" + (f": {trouble}" if trouble else "")
+            why = _missed(operator, name, wish)
             return _told(request, 409, "conflict", why, operator, name)
         if end is End.LATE:
             why = f"{name} is {operator.model(name).stage} and still on its way after {wait_s:g} s"
             return _told(request, 504, "timeout", why, operator, name)
-        why = f"{name} is {operator.model(name).stage}" if end is End.REACHED else answer.why
+        why = _reached(operator, name, wish) if end is End.REACHED else answer.why
         done = operator.fulfilled(name, wish)
         return _json(Wished(model=name, why=why, state=operator.model(name)), 200 if done else 202)
+
+    async def _source(self, request: web.Request) -> str | None:
+        raw = await self._service.read(request)
+        try:
+            body = msgspec.json.decode(raw[:FORK_MOST_BYTES] or b"{}", type=ForkBody)
+        except msgspec.MsgspecError:
+            message = 'the body must be JSON such as {"source": "n1"}, or empty to have a peer chosen'
+            raise Refused(message, param="source", code="invalid_value") from None
+        return body.source
 
     async def memory(self, request: web.Request) -> web.Response:
         operator = self._operator()
@@ -94,6 +114,27 @@ class Admin:
         if operator is None:
             raise not_ready("the models are not known yet")
         return operator
+
+
+def _missed(operator: Operator, name: str, wish: Wish) -> str:
+    """Where the model stands instead, and why."""
+    stage, trouble = operator.model(name).stage, operator.watch.trouble(name)
+    if trouble is None and wish is Wish.SLEEP and stage == "cold":
+        return f"{name} is cold: the host has no memory for a copy of it (--host-memory)"
+    return f"{name} is {stage} and goes no further" + (f": {trouble}" if trouble else "")
+
+
+def _reached(operator: Operator, name: str, wish: Wish) -> str:
+    """Where the model stands; for a fork that became something else, why."""
+    state = operator.model(name)
+    said = f"{name} is {state.stage}"
+    if wish is not Wish.FORK or state.origin is None:
+        return said
+    if state.origin == "fork":
+        return f"{said}, copied from {state.source}"
+    failure = operator.watch.failed_fork(name)
+    own = "its checkpoint" if state.origin == "load" else "its host copy"
+    return f"{said}, from {own}" + (f": the copy from a peer failed: {failure}" if failure else "")
 
 
 def _wait_s(request: web.Request) -> float:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from janus_server.admission import Admission, Grant, Ticket
 from janus_server.api import plan
+from janus_server.applications import Application
 from janus_server.errors import Refused
 from janus_server.http.gate import key_name
 from janus_server.metrics import Metrics
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Door:
-    """Lets calls in for one application."""
+    """Lets calls in."""
 
     def __init__(self, admission: Admission, metrics: Metrics, request_s: float | None) -> None:
         self.admission = admission
@@ -31,11 +32,16 @@ class Door:
         self._request_s = request_s
 
     @contextlib.contextmanager
-    def admit(self, request: web.BaseRequest, call: plan.Call, model: str, arrived_s: float) -> Iterator[Entry]:
-        """The right to run `call` within; raises Refused when it may not. arrived_s is monotonic seconds."""
+    def admit(
+        self, request: web.BaseRequest, call: plan.Call, application: Application, arrived_s: float
+    ) -> Iterator[Entry]:
+        """The right to run `call` within; raises Refused when it may not. arrived_s is monotonic seconds.
+
+        The queue is the model's, whichever of its applications a call counts for.
+        """
         ticket = Ticket(
             key=key_name(request),
-            model=model,
+            model=application.model,
             param=call.kind.param,
             prompt_tokens=call.prompt_tokens,
             most_tokens=sum(one.max_tokens * one.n for one in call.requests),
@@ -44,6 +50,7 @@ class Door:
         grant = self.admission.admit(ticket, time.monotonic())
         if isinstance(grant, Refused):
             self._metrics.refused.labels(grant.code or "").inc()
+            self._metrics.application(application).turned_away(call.requests, grant)
             raise grant
         deadline_s = None if self._request_s is None else arrived_s + self._request_s
         entry = Entry(self.admission, grant, deadline_s)

@@ -16,6 +16,7 @@ from janus_server.api import admin as records
 from janus_server.api import answers, bodies, embeddings, messages, responses, tokenize
 from janus_server.api.bodies import Limits
 from janus_server.api.openapi import About, Access
+from janus_server.applications import Applications
 from janus_server.http.admin import PATTERN, Admin
 from janus_server.http.admit import Door
 from janus_server.http.docs import Docs
@@ -33,9 +34,12 @@ if TYPE_CHECKING:
     from janus_server.node import Node
 
 
-def build_app(node: Node, *, metrics: Metrics, limits: Limits, admission: Admission) -> web.Application:
-    """The application with all its routes; serve it with `edge.build_runner`."""
-    service = Service(node, metrics, limits, Door(admission, metrics, limits.request_s))
+def build_app(
+    node: Node, *, metrics: Metrics, limits: Limits, admission: Admission, applications: Applications | None = None
+) -> web.Application:
+    """The web application with all its routes; serve it with `edge.build_runner`."""
+    door = Door(admission, metrics, limits.request_s)
+    service = Service(node, metrics, limits, door, applications or Applications())
     app = web.Application(middlewares=[Guard(metrics).guard], client_max_size=limits.body_bytes)
     routes = Routes(app.router)
     _add_status(routes, Status(service))
@@ -154,6 +158,17 @@ def _add_admin(routes: Routes, admin: Admin) -> None:
         "state forbids it, with that state in the error",
         query=(("wait", "Seconds to wait until it is done: then 200, 409 when it was given up, 504 when it is late"),),
         answer=records.Wished, also=(202,), error=records.AdminError, statuses=(409, 504), access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_post("/admin/models/{model:.+}/fork", admin.fork, About(
+        tag="admin", summary="Copy a model's weights from another server of this user on this machine",
+        details="Both need a --node name. 404 where no node is called so, 409 where it does not hold the model as this "
+        "server would. A copy that fails on the way is rolled back and the model brought in from what is here",
+        query=(("wait", "As for the other wishes"),), body=records.ForkBody, example={"source": "n1"},
+        answer=records.Wished, also=(202,), error=records.AdminError, statuses=(409, 504), access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_get("/admin/peers", admin.peers, About(
+        tag="admin", summary="The other servers of this user on this machine, and what can be copied from them",
+        answer=records.PeerList, error=records.AdminError, access=Access.ADMIN,
     ))  # fmt: skip
     routes.add_get("/admin/memory", admin.memory, About(
         tag="admin", summary="Every page of memory by its holder, and how well it is used",

@@ -187,10 +187,16 @@ def key_name(request: web.BaseRequest) -> str:
     return key.name if key is not None else ""
 
 
-def may_see(request: web.BaseRequest, model: str) -> bool:
-    """Whether the key of a request may use a model, and so know of it."""
+def is_admin(request: web.BaseRequest) -> bool:
+    """Whether a request came with an admin key."""
     key: Key | None = request.get(KEY)
-    return key is None or key.limits.models is None or model in key.limits.models
+    return key is not None and key.admin
+
+
+def may_see(request: web.BaseRequest, name: str) -> bool:
+    """Whether the key of a request may use a served name, and so know of it."""
+    key: Key | None = request.get(KEY)
+    return key is None or key.limits.models is None or name in key.limits.models
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

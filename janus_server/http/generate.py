@@ -19,10 +19,12 @@ from aiohttp import web
 from janus_server import types
 from janus_server.api import chat_reply, parse, plan, reply, tools
 from janus_server.api.bodies import ChatBody, CompletionBody
+from janus_server.applications import Application
+from janus_server.attainment import Outcome, outcome_of
 from janus_server.errors import Refused
 from janus_server.http.access import CALL
 from janus_server.http.admit import Admitted
-from janus_server.http.edge import SSE
+from janus_server.http.edge import ENDING, SSE
 from janus_server.http.gate import key_name
 from janus_server.http.service import Service
 from janus_server.http.sse import SseWriter, send_whole
@@ -114,10 +116,11 @@ class Generate:
         self, request: web.Request, model: ServedModel, call: plan.Call, arrived_s: float, style: Style
     ) -> web.StreamResponse:
         """Run the call and write its answer."""
-        call = self._for_tenant(request, call)
-        with self._service.door.admit(request, call, model.card.id, arrived_s) as entry:
-            metrics = self._service.metrics.model(model.card.id)
-            watch = request[CALL] = CallWatch(metrics, call, arrived_s)
+        application = self._service.application(request, call.model)
+        call = self._for_application(request, call, application)
+        with self._service.door.admit(request, call, application, arrived_s) as entry:
+            metrics, counts = self._service.metrics.model(model.card.id), self._service.metrics.application(application)
+            watch = request[CALL] = CallWatch(metrics, counts, call, arrived_s)
             try:
                 matchers = await self._matchers(model, call)
                 async with model.submit(call.requests, matchers) as running:
@@ -125,18 +128,29 @@ class Generate:
                     if call.stream:
                         return await self._stream(request, style.stream(call, model.tokenizer), news, watch)
                     return await self._whole(request, call, style.whole(call, model.tokenizer), news, watch)
+            except Refused as refused:
+                watch.unended = outcome_of(refused)
+                raise
             except (asyncio.CancelledError, ConnectionError):
                 metrics.disconnects.inc()
+                if not request.get(ENDING, False):
+                    watch.unended = Outcome.LEFT
                 raise
             finally:
                 watch.end(time.monotonic())
 
-    def _for_tenant(self, request: web.Request, call: plan.Call) -> plan.Call:
-        """The call with its requests under their key's name, so that keys do not share what they cached."""
-        tenant = key_name(request)
-        if not tenant or self._service.limits.share_prefixes:
-            return call
-        requests = tuple(msgspec.structs.replace(one, tenant=tenant) for one in call.requests)
+    def _for_application(self, request: web.Request, call: plan.Call, application: Application) -> plan.Call:
+        """The call with what its requests were promised, under their key's name: keys do not share what they cached."""
+        requests = tuple(
+            msgspec.structs.replace(
+                one,
+                tenant="" if self._service.limits.share_prefixes else key_name(request),
+                application=application.name,
+                promise=application.promise,
+                priority=application.priority,
+            )
+            for one in call.requests
+        )
         return msgspec.structs.replace(call, requests=requests)
 
     async def _matchers(self, model: ServedModel, call: plan.Call) -> list[Matcher]:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from janus_server.admission import Admission, queue_bounds
 from janus_server.api.bodies import Limits
+from janus_server.applications import Applications
 from janus_server.config import ServeConfig
 from janus_server.executor import StepReport
 from janus_server.http.access import Access
@@ -44,7 +45,8 @@ class Listener:
         node.on_step(lambda report: _observe(metrics, report))
         admission = _admission(config, keys)
         gate = Gate(_places(config, listening), keys, metrics)
-        app = build_app(node, metrics=metrics, limits=limits, admission=admission)
+        applications = Applications(config.applications)
+        app = build_app(node, metrics=metrics, limits=limits, admission=admission, applications=applications)
         access = Access(gate, node, lines=config.access_log, prompts=config.log_prompts, tracer=tracer)
         runner = build_runner(app, limits, access)
         await runner.setup()

@@ -1,6 +1,6 @@
 """What handlers share: the node's models, bounded reading of bodies, and threads for what may not run on the loop.
 
-One `Service` an application. `generate` and the other handler groups hold it; it knows nothing of any API's shapes.
+One `Service` a web application. `generate` and the other handler groups hold it; it knows nothing of any API's shapes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import msgspec
 from aiohttp import web
 
 from janus_server.api.bodies import Limits
+from janus_server.applications import Application, Applications
 from janus_server.errors import Refused
 from janus_server.grammar.compile import Grammars
 from janus_server.http.admit import Door
-from janus_server.http.gate import may_see
+from janus_server.http.gate import is_admin, key_name, may_see
 from janus_server.metrics import Metrics
 from janus_server.types import ModelCard
 
@@ -37,10 +38,11 @@ LOGGED_NAMES = 64
 
 
 class Service:
-    """The node behind one application, and the ways that every handler uses it."""
+    """The node behind one web application, and the ways that every handler uses it."""
 
-    def __init__(self, node: Node, metrics: Metrics, limits: Limits, door: Door) -> None:
+    def __init__(self, node: Node, metrics: Metrics, limits: Limits, door: Door, applications: Applications) -> None:
         self.node = node
+        self.applications = applications
         self.metrics = metrics
         self.limits = limits
         self.door = door
@@ -51,7 +53,7 @@ class Service:
         self._ignored: set[str] = set()
 
     async def threads(self, app: web.Application) -> AsyncIterator[None]:
-        """The encoding threads live as long as the application does."""
+        """The encoding threads live as long as the web application does."""
         self._pool = ThreadPoolExecutor(self.limits.encode_threads, "encode")
         self._grammar_pool = ThreadPoolExecutor(1, "grammar")
         yield
@@ -60,23 +62,39 @@ class Service:
         await asyncio.to_thread(self.grammars.close)
 
     async def serving(self, request: web.BaseRequest, name: str) -> ServedModel:
-        """The model of that name, to send requests to: they wait where it is not on the device.
+        """The model behind a served name, to send requests to: they wait where it is not on the device.
 
-        Refused while the server starts or drains (503), and where there is no such model (404) or none that the
-        request's key may use: a key does not learn what others are served.
+        Refused while the server starts or drains (503), and where nothing of that name is served (404).
         """
         reason = self.node.refusing()
         if reason is not None:
             raise not_ready(reason)
-        model = await self.node.model(name) if may_see(request, name) else None
+        model = await self.node.model(self.application(request, name).model)
         if model is None:
             raise no_such_model()
         return model
 
+    def application(self, request: web.BaseRequest, name: str) -> Application:
+        """What a request for a served name counts for: the one place where names are resolved.
+
+        404 where the request's key may not use the name, as if it did not exist: a key does not learn what others are
+        served. Whether a name that is not listed is a model's is not known here.
+        """
+        found = self.applications.resolve(name, key_name(request), is_admin(request))
+        if found is None or not may_see(request, name):
+            raise no_such_model()
+        return found
+
+    def names(self, request: web.BaseRequest) -> list[str]:
+        """The served names that the request's key may use, the models' first."""
+        key, admin = key_name(request), is_admin(request)
+        served = self.applications.names(self.node.cards)
+        return [one for one in served if may_see(request, one) and self.applications.resolve(one, key, admin)]
+
     def card(self, request: web.BaseRequest, name: str) -> ModelCard:
-        """What is known of the model of that name, or 404, as for `serving`."""
-        card = self.node.cards.get(name)
-        if card is None or not may_see(request, name):
+        """What is known of the model behind a served name, or 404, as for `serving`."""
+        card = self.node.cards.get(self.application(request, name).model)
+        if card is None:
             raise no_such_model()
         return card
 

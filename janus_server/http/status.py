@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from janus_server.api import reply
@@ -35,14 +37,22 @@ class Status:
     async def metrics(self, request: web.Request) -> web.Response:
         gauges = list(read(self._service.node))
         active = [name for name, stage in self._service.node.stages().items() if stage is Stage.ACTIVE]
+        for one in self._service.applications.listed:
+            if one.model in active:
+                self._service.metrics.application(one)
         # 100 models make 3 MB of text, which takes half a second to write.
         body = await self._service.on_thread(lambda: self._service.metrics.render(gauges, active))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        cards = self._service.node.cards.values()
-        entries = [reply.model_entry(card) for card in cards if may_see(request, card.id)]
+        """Models, then applications. A key that may use an application alone is not told its model's name."""
+        entries = [self._entry(request, name) for name in self._service.names(request)]
         return json_response({"object": "list", "data": entries})
 
     async def show_model(self, request: web.Request) -> web.Response:
-        return json_response(reply.model_entry(self._service.card(request, request.match_info["model"])))
+        return json_response(self._entry(request, request.match_info["model"]))
+
+    def _entry(self, request: web.Request, name: str) -> dict[str, Any]:
+        card = self._service.card(request, name)
+        parent = card.id if card.id != name and may_see(request, card.id) else None
+        return reply.model_entry(card, name, parent)

@@ -15,7 +15,6 @@ from aiohttp import web
 from janus_server.api import parse, plan, tokenize
 from janus_server.api.tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from janus_server.errors import Refused
-from janus_server.http.gate import may_see
 from janus_server.http.generate import Generate
 from janus_server.http.service import Service
 
@@ -35,7 +34,7 @@ class Tokenize:
         raw = await self._service.read(request)
         body = tokenize.parse_tokenize(raw, self._service.limits)
         self._service.count_ignored(request, parse.ignored_fields(raw, TokenizeBody))
-        model = await self._model(request, body.model)
+        model = await self._service.serving(request, self._name(request, body.model))
         ids = await self._ids(model, body)
         names = body.return_token_strs is True
         work = functools.partial(_tokenized, model.tokenizer, ids, names, model.card.context_tokens)
@@ -58,7 +57,7 @@ class Tokenize:
         raw = await self._service.read(request)
         body = tokenize.parse_detokenize(raw)
         self._service.count_ignored(request, parse.ignored_fields(raw, DetokenizeBody))
-        model = await self._model(request, body.model)
+        model = await self._service.serving(request, self._name(request, body.model))
         # A tokenizer may know ids that the model has no row for, and the other way round: both are answered.
         plan.check_ids(body.tokens, max(model.target.vocab, model.tokenizer.vocab_size), "tokens", "tokens")
         work = functools.partial(_detokenize, model.tokenizer, body.tokens)
@@ -66,13 +65,14 @@ class Tokenize:
         return _json(work() if short else await self._service.on_thread(work))
 
     async def info(self, request: web.Request) -> web.Response:
-        model = await self._model(request, request.query.get("model"))
+        name = self._name(request, request.query.get("model"))
+        model = await self._service.serving(request, name)
         texts = model.tokenizer.token_texts
         about = TokenizerInfo(
             tokenizer_class=model.tokenizer.kind,
             vocab_size=model.tokenizer.vocab_size,
             max_model_len=model.card.context_tokens,
-            model=model.card.id,
+            model=name,
             bos_token=texts.get("bos_token"),
             eos_token=texts.get("eos_token"),
             pad_token=texts.get("pad_token"),
@@ -82,14 +82,14 @@ class Tokenize:
         )
         return _json(msgspec.json.encode(about))
 
-    async def _model(self, request: web.Request, name: str | None) -> ServedModel:
-        """The named model, or the only one that the request's key may know of."""
+    def _name(self, request: web.Request, name: str | None) -> str:
+        """The given name, or one of the only model that the request's key may know of."""
         if name is not None:
-            return await self._service.serving(request, name)
-        names = [key for key in self._service.node.cards if may_see(request, key)]
-        if len(names) > 1:
+            return name
+        names = self._service.names(request)
+        if len({self._service.application(request, one).model for one in names}) > 1:
             raise Refused("model is required: several models are served here", param="model", code="missing_field")
-        return await self._service.serving(request, names[0] if names else "")
+        return names[0] if names else ""
 
 
 def _tokenized(tokenizer: Tokenizer, ids: list[int], names: bool, context_tokens: int) -> bytes:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 SOURCES = (
     "janus_cpu.cpp", "janus_attention.h", "janus_scores.h", "janus_cache.h", "janus_matrix.h", "janus_dot.h",
-    "janus_quant.h", "janus_pool.h", "janus_simd.h",
+    "janus_quant.h", "janus_pool.h", "janus_simd.h", "janus_copy.h",
 )  # fmt: skip
 # Contraction stays off: a fused multiply-add where the compiler likes would break equality between two row counts.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")

@@ -1,9 +1,9 @@
 """The native CPU table: numpy arrays in, pointers out to the C++ library in `cuda/`; every call drops the GIL.
 
 `choose` makes it, the device thread of one node uses it; calls that compute share one pool of threads and come one at a
-time. `store_rows`, `read_rows` and `copy_pages` do not use the pool: a loader may call them from any thread. A captured
-step is one call: the GIL is taken once, not once an operation, which with a busy event loop costs up to a switch
-interval each. Must never import torch.
+time. `store_rows`, `read_rows`, `copy_pages` and `copy_bytes` do not use the pool: a loader may call them from any
+thread. A captured step is one call: the GIL is taken once, not once an operation, which with a busy event loop costs up
+to a switch interval each. Must never import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,20 @@ from typing import Any
 import numpy as np
 
 from janus_server.errors import require
-from janus_server.kernels.table import Array, Band, CacheLayer, DType, Form, Matrix, Program, StepInputs, require_rows
+from janus_server.kernels.table import (
+    Array,
+    Band,
+    CacheLayer,
+    DType,
+    Form,
+    Matrix,
+    Program,
+    StepInputs,
+    StepShape,
+    require_rows,
+)
 
-ABI = 3
+ABI = 4
 PANEL_ROWS = 32
 MAX_HEAD_DIM = 1024
 ALIGNMENT_BYTES = 64
@@ -38,6 +50,7 @@ _SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("janus_read_rows", None, (_P, _P)),
     ("janus_run", _I, (_P, _P, _I, _P)),
     ("janus_copy", None, (_P, _I, _I, _I)),
+    ("janus_stream", None, (_P, _P, _I)),
 )
 
 
@@ -129,6 +142,7 @@ class CpuNative:
         self._read_rows = loaded.janus_read_rows
         self._run = loaded.janus_run
         self._copy = loaded.janus_copy
+        self._stream = loaded.janus_stream
         self._pool_free = loaded.janus_pool_free
         self._pool: int | None = loaded.janus_pool_new(threads)
         self._recording = _Recording()
@@ -150,6 +164,18 @@ class CpuNative:
         skip = -_address(raw) % ALIGNMENT_BYTES
         flat = raw[skip : skip + count * dtype.bytes].view(np.float32 if dtype is DType.F32 else np.uint16)
         return flat.reshape(shape)
+
+    def view(self, memory: Array, offset_bytes: int, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
+        size = math.prod(shape) * dtype.bytes
+        require(0 <= offset_bytes <= memory.size - size, f"{shape} at byte {offset_bytes} is outside the memory")
+        part = memory[offset_bytes : offset_bytes + size]
+        require(_address(part) % ALIGNMENT_BYTES == 0, "an array begins at a multiple of 64 bytes")
+        kind = np.float32 if dtype is DType.F32 else np.uint16
+        return part.view(kind).reshape(shape)  # type: ignore[no-any-return]
+
+    def temporary_bytes(self, shape: StepShape) -> int:
+        """0: the library has some KB a thread and nothing that grows with a step."""
+        return 0
 
     def vector(self, data: np.ndarray) -> np.ndarray:
         require(data.dtype == np.float32 and data.flags.c_contiguous, "a vector is contiguous float32")
@@ -222,6 +248,12 @@ class CpuNative:
         pages = slab.size // page_bytes
         require(0 <= source < pages and 0 <= target < pages, f"copy_pages: {source} or {target} outside the slab")
         self._copy(_address(slab), source * page_bytes, target * page_bytes, page_bytes)
+
+    def copy_bytes(self, target: np.ndarray, source: np.ndarray) -> None:
+        require(target.size == source.size and target.flags.c_contiguous, "a copy has equal sizes")
+        require(target.dtype == source.dtype == np.uint8 and source.flags.c_contiguous, "a copy is of flat bytes")
+        require(target.flags.writeable, "a copy goes where it may write")
+        self._stream(target.ctypes.data, source.ctypes.data, target.size)
 
     # Steps
 

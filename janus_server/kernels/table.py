@@ -4,8 +4,8 @@
 nothing but this table, so a device is added by writing these functions and nothing else.
 
 An `Array` is whatever the table computes on (numpy for `cpu`, torch tensors for `torch_ref`): model code only
-allocates it with `empty`, slices its first dimension and reshapes it. The native path therefore serves without
-importing torch, which alone would take 1.1–1.6 s of a launch.
+lays it into the scratch window with `view`, slices its first dimension and reshapes it. The native path therefore
+serves without importing torch, which alone would take 1.1–1.6 s of a launch.
 
 Determinism contract, held by both tables: the result for one row depends only on that row, its position and the cached
 keys and values before it; never on how many other rows share the call, on how a prompt was cut into chunks, or on
@@ -138,6 +138,22 @@ class StepInputs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the memory of a model's largest step depends on: its rows, those drawn, positions of its longest sequence,
+    and the widths of its arrays in elements."""
+
+    rows: int
+    drawn: int
+    context: int
+    hidden: int
+    q_width: int
+    kv_width: int
+    ffn: int
+    vocab: int
+    dtype: DType
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """A recorded step: `ops` in the table's own form, and the most rows (and rows taken) that its arrays hold."""
 
@@ -158,6 +174,13 @@ class Kernels(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Uninitialised contiguous memory, 64-byte aligned."""
+
+    def view(self, memory: Array, offset_bytes: int, shape: tuple[int, ...], dtype: DType) -> Array:
+        """A contiguous array over a part of flat uint8 device memory, no copy; it begins at a multiple of 64 bytes."""
+
+    def temporary_bytes(self, shape: StepShape) -> int:
+        """The most that operations take at any moment of such a step beside the arrays given to them, from an allocator
+        of the table's own."""
 
     def vector(self, data: np.ndarray) -> Array:
         """A flat float32 numpy array (norm weight, bias, rope table of any shape) as this table's array, no copy."""
@@ -259,6 +282,9 @@ class Kernels(Protocol):
 
     def copy_pages(self, slab: np.ndarray, page_bytes: int, source: int, target: int) -> None:
         """Copy one whole page inside the slab."""
+
+    def copy_bytes(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy flat uint8 over as much of it, past the caches where that is possible. Any thread."""
 
 
 def require_rows(rows: np.ndarray, form: Form, k: int) -> None:

@@ -19,7 +19,18 @@ import numpy as np
 import torch
 
 from janus_server.errors import Bug, require
-from janus_server.kernels.table import Array, Band, CacheLayer, DType, Form, Matrix, Program, StepInputs, require_rows
+from janus_server.kernels.table import (
+    Array,
+    Band,
+    CacheLayer,
+    DType,
+    Form,
+    Matrix,
+    Program,
+    StepInputs,
+    StepShape,
+    require_rows,
+)
 
 # F.linear on 16 rows gives a row the same bits in every slot of the tile; on 8 it does not (seen with 3 outputs, MKL,
 # AVX-512).
@@ -48,6 +59,31 @@ class TorchRef:
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
         return torch.empty(shape, dtype=_TORCH[dtype])
+
+    def view(self, memory: Array, offset_bytes: int, shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
+        size = math.prod(shape) * dtype.bytes
+        require(0 <= offset_bytes <= memory.size - size, f"{shape} at byte {offset_bytes} is outside the memory")
+        return torch.from_numpy(memory[offset_bytes : offset_bytes + size]).view(_TORCH[dtype]).view(shape)
+
+    def temporary_bytes(self, shape: StepShape) -> int:
+        """The largest of what one operation holds at once, in f32 unless it says otherwise, and a little more.
+
+        Not in it: what oneDNN rearranges for itself, which its allocator does not tell of.
+        """
+        s, f32 = shape, 4
+        widest = max(2 * s.ffn, s.q_width + 2 * s.kv_width, s.hidden)
+        # A product in bf16 exists as such, as f32 and with its bias; in f32 only a tile of it does.
+        product = 10 if s.dtype is DType.BF16 else 0
+        tile = TILE_ROWS * (max(s.vocab, widest) * 2 + max(s.hidden, s.ffn, s.q_width)) * f32
+        most = max(
+            9 * s.rows * s.ffn * f32,  # silu_mul
+            7 * s.rows * s.q_width * f32,  # rope_and_cache
+            4 * s.rows * s.hidden * f32,  # rms_norm
+            4 * (s.context + KEY_BLOCK) * s.kv_width * f32,  # attention: a sequence's keys and values, twice
+            product * s.rows * widest,
+            product * s.drawn * s.vocab,
+        )
+        return most + tile + (1 << 20)
 
     def vector(self, data: np.ndarray) -> torch.Tensor:
         require(data.dtype == np.float32 and data.flags.c_contiguous, "a vector is contiguous float32")
@@ -163,6 +199,10 @@ class TorchRef:
         pages = slab.size // page_bytes
         require(0 <= source < pages and 0 <= target < pages, f"copy_pages: {source} or {target} outside the slab")
         slab[target * page_bytes : (target + 1) * page_bytes] = slab[source * page_bytes : (source + 1) * page_bytes]
+
+    def copy_bytes(self, target: np.ndarray, source: np.ndarray) -> None:
+        require(target.size == source.size, "a copy has equal sizes")
+        np.copyto(target, source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

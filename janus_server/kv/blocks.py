@@ -2,7 +2,8 @@
 
 A page holds `page_tokens` consecutive positions of one sequence, all layers of them. Several sequences and the prefix
 cache may hold the same page; it returns to the pool with its last holder. Nobody writes a position that another holder
-reads: only full pages are shared, or the start of a page while it is copied.
+reads: only full pages are shared, or the start of a page while it is copied. A model may have a floor (pages that no
+other can take from it) and a ceiling (it never holds more).
 """
 
 from __future__ import annotations
@@ -18,11 +19,19 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 
 class KvPages:
-    """Reference counts over the pages that one model's sequences and prefix cache hold."""
+    """Reference counts over the pages that one model's sequences and prefix cache hold.
 
-    def __init__(self, pool: PagePool, model: str, page_tokens: int) -> None:
+    The floor stands in the pool's books from `keep_floor` to `drop_floor`; the ceiling holds always.
+    """
+
+    def __init__(
+        self, pool: PagePool, model: str, page_tokens: int, floor_pages: int = 0, ceiling_pages: int | None = None
+    ) -> None:
         require(page_tokens > 0, "a KV page holds at least one token")
+        require(ceiling_pages is None or floor_pages <= ceiling_pages, "a floor is at most its ceiling")
         self.page_tokens = page_tokens
+        self.floor_pages = floor_pages
+        self.ceiling_pages = ceiling_pages
         self.owner = Owner(model, PageKind.KV)
         self._pool = pool
         self._refs: dict[int, int] = {}
@@ -32,8 +41,31 @@ class KvPages:
         """Physical pages held, each counted once however often it is shared."""
         return len(self._refs)
 
+    @property
+    def surplus(self) -> int:
+        """Pages held beyond the floor: what other models can gain here."""
+        return max(0, self.held - self.floor_pages)
+
+    @property
+    def available(self) -> int:
+        """Free pages that may be taken as far as other models' floors go; the ceiling is another matter."""
+        return self._pool.available(self.owner)
+
+    def above_ceiling(self, n: int) -> int:
+        """How many pages too many n more would be; 0 while they fit under the ceiling."""
+        return 0 if self.ceiling_pages is None else max(0, self.held + n - self.ceiling_pages)
+
+    def keep_floor(self) -> None:
+        """Have the pool leave free pages for this model until it holds its floor."""
+        self._pool.keep(self.owner, self.floor_pages)
+
+    def drop_floor(self) -> None:
+        self._pool.keep(self.owner, 0)
+
     def take(self, n: int) -> tuple[int, ...] | None:
-        """n fresh pages with one reference each, or None when the pool has fewer."""
+        """n fresh pages with one reference each; None when the pool has fewer, or they would be above the ceiling."""
+        if self.above_ceiling(n):
+            return None
         reservation = self._pool.reserve_high(n, self.owner)
         if reservation is None:
             return None

@@ -15,10 +15,12 @@ import threading
 import numpy as np
 
 from janus_server.errors import require
+from janus_server.kv.move import Pace
+from janus_server.kv.touched import Touched
 from janus_server.kv.vmm_cpu import runs
 
 CHUNK_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MAP_NORESERVE = 0x4000
 
 
@@ -44,7 +46,11 @@ class HostCopies:
         self._free = list(range(self._chunks))
         self._copies: dict[str, HostCopy] = {}
         self._lock = threading.Lock()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._arena = _arena(self._chunks)
+        self.touched = Touched(self._chunks, self._provide)
 
     def held(self) -> dict[str, int]:
         """Bytes by model, whole chunks."""
@@ -60,8 +66,17 @@ class HostCopies:
                 return None
             chunks = tuple(heapq.heappop(self._free) for _ in range(count))
             copy = self._copies[model] = HostCopy(chunks, self._parts(chunks, size_bytes))
-        _lock_in_memory(copy.parts)
         return copy
+
+    def prepare(self, copy: HostCopy, pace: Pace) -> int:
+        """Have the system provide what of a copy's memory was never used, and lock it; how many chunks that were.
+
+        Unprivileged processes may lock little, and go without. Raises Stopped when the pace says so.
+        """
+        fresh = self.touched.prepare(runs(copy.chunks), pace)
+        for part in copy.parts:
+            self._libc.mlock(part.ctypes.data, len(part))
+        return fresh
 
     def get(self, model: str) -> HostCopy | None:
         """The model's copy, or None while there is none or it is not filled."""
@@ -75,6 +90,11 @@ class HostCopies:
             copy = self._copies.pop(model, None)
             for chunk in copy.chunks if copy is not None else ():
                 heapq.heappush(self._free, chunk)
+
+    def _provide(self, chunk: int, count: int) -> None:
+        """Refusal (an old kernel, memory short) is fine: the memory then comes when it is first written."""
+        address = self._arena.ctypes.data + chunk * CHUNK_BYTES
+        self._libc.madvise(address, count * CHUNK_BYTES, _MADV_POPULATE_WRITE)
 
     def _parts(self, chunks: tuple[int, ...], size_bytes: int) -> tuple[np.ndarray, ...]:
         parts = []
@@ -101,10 +121,3 @@ def _arena(chunks: int) -> np.ndarray:
     whole = np.frombuffer(space, dtype=np.uint8)
     skip = -whole.ctypes.data % CHUNK_BYTES
     return whole[skip : skip + chunks * CHUNK_BYTES]
-
-
-def _lock_in_memory(parts: tuple[np.ndarray, ...]) -> None:
-    """Ask the system never to swap them out; unprivileged processes may lock little, and go without."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for part in parts:
-        libc.mlock(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(len(part)))

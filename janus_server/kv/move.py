@@ -1,8 +1,8 @@
 """Moves weights between memories of one host: in pieces, counted, stoppable, paced, and checked by samples.
 
-`lifecycle` calls it on a copy thread for wake, sleep and fork. Both sides are lists of flat uint8 arrays, which may be
-cut differently: a window is one, pages and chunks are runs. numpy drops the interpreter lock for a piece, so the loop
-and the device thread go on.
+`resident` calls it on a copy thread for wake, sleep and fork. Both sides are lists of flat uint8 arrays, which may be
+cut differently: a window is one, pages and chunks are runs. The interpreter lock is dropped for a piece, so the loop
+and the device thread go on. One thread copies: two were measured no faster, memory itself is the limit.
 """
 
 from __future__ import annotations
@@ -17,48 +17,92 @@ import numpy as np
 from janus_server.errors import require
 
 PIECE_BYTES = 8 << 20  # 1 ms at memory speed: how long a cancel or a pause may take to be noticed
+# A paced move copies what is due in so long, then sleeps: each piece holds up a step by a small part of that.
+PACED_PIECE_S = 0.002
+_SMALLEST_BYTES = 4096
+# A paced move that fell behind makes up for no more than this; it does not rush after a pause.
+_CATCH_UP_S = 0.01
+_NAP_S = 0.05
 SAMPLE_BYTES = 4096
 SAMPLE_EVERY_BYTES = 1 << 20  # a lost or swapped page of 2 MiB never goes unseen; 0.4 % of the bytes are read
+
+Copy = Callable[[np.ndarray, np.ndarray], None]
 
 
 class Stopped(Exception):
     """The move was cancelled, or its deadline passed; the target holds only part of the bytes."""
 
 
+def unpaced() -> float | None:
+    """As fast as memory goes."""
+    return None
+
+
 class Pace(msgspec.Struct, frozen=True):
-    """How a move goes: on_bytes(done) after each piece, may_go() before it, and at most bytes_per_s where not None."""
+    """How a move goes: on_bytes(done) after each piece, may_go() before it.
+
+    bytes_per_s is asked before each piece, and may say another pace each time; None is full speed.
+    """
 
     on_bytes: Callable[[int], None]
     may_go: Callable[[], bool]
-    bytes_per_s: float | None = None
+    bytes_per_s: Callable[[], float | None] = unpaced
 
 
-def move(target: Sequence[np.ndarray], source: Sequence[np.ndarray], pace: Pace) -> None:
-    """Copy the bytes of source over those of target, equally many. Raises Stopped between two pieces."""
+def move(target: Sequence[np.ndarray], source: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto) -> None:
+    """Copy the bytes of source over those of target, equally many, by copy(to, from). Raises Stopped between pieces."""
     require(sum(map(len, target)) == sum(map(len, source)), "a move has equal sizes")
-    start_s = time.monotonic()
+    clock = _Clock(pace)
     done = 0
-    for to, part in paired(target, source, PIECE_BYTES):
+    for to, part in paired(target, source, clock.next_piece_bytes):
         if not pace.may_go():
             raise Stopped
-        np.copyto(to, part)
+        copy(to, part)
         done += len(part)
         pace.on_bytes(done)
-        if pace.bytes_per_s is not None:
-            time.sleep(max(0.0, start_s + done / pace.bytes_per_s - time.monotonic()))
+        clock.wait(len(part))
+
+
+class _Clock:
+    """Keeps a move at its pace, piece by piece, as the pace changes."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._bytes_per_s: float | None = None
+        self._due_s = time.monotonic()
+
+    def next_piece_bytes(self) -> int:
+        """At most so many bytes go next."""
+        self._bytes_per_s = self._pace.bytes_per_s()
+        if self._bytes_per_s is None:
+            return PIECE_BYTES
+        return min(PIECE_BYTES, max(_SMALLEST_BYTES, int(self._bytes_per_s * PACED_PIECE_S)))
+
+    def wait(self, moved_bytes: int) -> None:
+        """Sleep until the next piece is due; no longer once the move may go no further, or at another pace."""
+        now = time.monotonic()
+        if self._bytes_per_s is None:
+            self._due_s = now
+            return
+        self._due_s = max(self._due_s, now - _CATCH_UP_S) + moved_bytes / self._bytes_per_s
+        while (left_s := self._due_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _NAP_S))
+            if not self._pace.may_go() or self._pace.bytes_per_s() != self._bytes_per_s:
+                return
 
 
 def paired(
-    first: Sequence[np.ndarray], second: Sequence[np.ndarray], most: int
+    first: Sequence[np.ndarray], second: Sequence[np.ndarray], most: Callable[[], int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Equal pieces of two lists of arrays, of at most `most` bytes each.
+    """Equal pieces of two lists of arrays, of at most `most()` bytes each, which is asked before each piece.
 
     Example: lists cut as 5 and as 2 + 3 bytes, most 4, give pieces of 2, 3 bytes.
     """
     i = j = at = bt = 0
     while i < len(first) and j < len(second):
-        size = min(len(first[i]) - at, len(second[j]) - bt, most)
+        size = min(len(first[i]) - at, len(second[j]) - bt)
         if size:
+            size = min(size, most())
             yield first[i][at : at + size], second[j][bt : bt + size]
         at, bt = at + size, bt + size
         if at == len(first[i]):

@@ -2,7 +2,8 @@
 
 Weights take the lowest free ids, KV and scratch the highest, so the border between them moves with the load (the
 published system's two-ended allocation). Allocation is all or nothing: a `Reservation` holds real page ids and is
-either committed to its owner or cancelled. One thread owns a pool; nothing here locks.
+either committed to its owner or cancelled. An owner with a floor has free pages kept for it until it holds as many:
+nobody else can take those. One thread owns a pool; nothing here locks.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class PagePool:
 
     Taking n pages costs O(n log pages). Each heap holds every free page, and pages taken at the other end since, which
     are dropped when met; a page stands at most once in each, so heaps never outgrow the pool.
+
+    Floors cost O(1) a call: `kept_pages` is the sum, over owners, of what each lacks of its floor.
     """
 
     def __init__(self, n_pages: int) -> None:
         require(n_pages > 0, "a pool has at least one page")
         self.n_pages = n_pages
         self.free_pages = n_pages
+        self.kept_pages = 0
         # The lowest id that was ever taken from the high end: pages from here up have been in use, or soon will be.
         self.high_mark = n_pages
         # Grows whenever a page came back, or can be given up now and could not before: while it stands, whoever found
@@ -58,21 +62,43 @@ class PagePool:
         self.eased = 0
         self._owners: list[Owner | None] = [None] * n_pages
         self._held: dict[Owner, int] = {}
+        self._floors: dict[Owner, int] = {}
         self._low = list(range(n_pages))
         self._high = [-page for page in range(n_pages - 1, -1, -1)]
         self._in_low = bytearray(b"\x01" * n_pages)
         self._in_high = bytearray(b"\x01" * n_pages)
 
     def reserve_low(self, n: int, owner: Owner) -> Reservation | None:
-        """The n lowest free pages, or None when fewer are free."""
+        """The n lowest free pages, or None when fewer are free for it."""
         return self._take(n, owner, self._pop_low)
 
     def reserve_high(self, n: int, owner: Owner) -> Reservation | None:
-        """The n highest free pages, or None when fewer are free."""
+        """The n highest free pages, or None when fewer are free for it."""
         reservation = self._take(n, owner, self._pop_high)
         if reservation is not None:
             self.high_mark = min(self.high_mark, *reservation.pages, self.n_pages)
         return reservation
+
+    def keep(self, owner: Owner, floor: int) -> None:
+        """From now on leave free pages for `owner` until it holds `floor`; 0 for no longer.
+
+        Where fewer are free than all floors lack, nothing is taken from anybody: the pages are kept as they come back.
+        """
+        require(floor >= 0, "pages are counted from 0")
+        self.kept_pages -= self._lacking(owner)
+        self._floors.pop(owner, None)
+        if floor:
+            self._floors[owner] = floor
+        self.kept_pages += self._lacking(owner)
+        self.eased += 1
+
+    def available(self, owner: Owner | None = None) -> int:
+        """Free pages that `owner` may take: all but those kept for others. Negative while floors lack more than is
+        free. None stands for an owner without a floor.
+
+        Example: 5 free, a lacks 2 of its floor and b lacks 1: available(a) == 4, available(None) == 2.
+        """
+        return self.free_pages - self.kept_pages + (0 if owner is None else self._lacking(owner))
 
     def release(self, owner: Owner, pages: tuple[int, ...]) -> None:
         """Return pages of `owner`. A page that is not its owner's is a bug, and then nothing is returned.
@@ -96,9 +122,7 @@ class PagePool:
                 heapq.heappush(self._high, -page)
         self.free_pages += len(pages)
         self.eased += 1
-        self._held[owner] -= len(pages)
-        if not self._held[owner]:
-            del self._held[owner]
+        self._charge(owner, -len(pages))
 
     def reclaim(self, owner: Owner) -> int:
         """Return every page of an owner whose instance died; how many there were."""
@@ -127,18 +151,31 @@ class PagePool:
                 counts[owner] = counts.get(owner, 0) + 1
         require(counts == self._held, "held counts differ from the pages themselves")
         require(self.free_pages + sum(counts.values()) == self.n_pages, "free and held pages do not add up to the pool")
+        require(self.kept_pages == sum(map(self._lacking, self._floors)), "the pages kept are not what floors lack")
 
     def _take(self, n: int, owner: Owner, pop: Callable[[], int]) -> Reservation | None:
         require(n >= 0, "pages are counted from 0")
-        if n > self.free_pages:
+        if n > min(self.free_pages, self.available(owner)):
             return None
         pages = tuple(pop() for _ in range(n))
         for page in pages:
             self._owners[page] = owner
         self.free_pages -= n
-        if n:
-            self._held[owner] = self._held.get(owner, 0) + n
+        self._charge(owner, n)
         return Reservation(self, owner, pages)
+
+    def _charge(self, owner: Owner, more: int) -> None:
+        """The owner holds `more` pages than before; what its floor lacks changes with it."""
+        self.kept_pages -= self._lacking(owner)
+        held = self._held.pop(owner, 0) + more
+        if held:
+            self._held[owner] = held
+        self.kept_pages += self._lacking(owner)
+
+    def _lacking(self, owner: Owner) -> int:
+        """How many pages of its floor an owner does not hold."""
+        floor = self._floors.get(owner, 0)
+        return max(0, floor - self._held.get(owner, 0)) if floor else 0
 
     def _pop_low(self) -> int:
         while True:

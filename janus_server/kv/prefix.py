@@ -4,7 +4,8 @@ A key is a keyed BLAKE2b hash over the parent's key and the page's tokens, and t
 key of its own, so that nobody learns from a fast first token what others asked. Without the process's secret nobody
 can construct a collision (predictable hashes have let one client read another's cache), and the tokens themselves are
 compared on every hit, so even a collision cannot serve wrong bytes. The cache holds one reference per page; pages
-nobody else holds are evicted least recently used first, leaves before parents, before any sequence is preempted.
+nobody else holds are evicted least recently used first, leaves before parents, before any sequence is preempted. What
+nobody used for long goes back by `age`, a whole page each: no prefix pins memory for ever.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """One cached page. `key` is its identity; children are nodes whose tokens continue this page.
+    """One cached page. `key` is its identity; children are nodes whose tokens continue this page; `used` is the period
+    of its last use.
 
     ordered are the children sorted by their tokens: the one that shares the longest start with a prompt stands next to
     where the prompt itself would, so a partial match looks at two of the thousands that can start at the root.
     """
 
-    __slots__ = ("children", "key", "ordered", "page", "parent", "tokens")
+    __slots__ = ("children", "key", "ordered", "page", "parent", "tokens", "used")
 
-    def __init__(self, key: bytes, page: int, tokens: tuple[int, ...], parent: _Node | None) -> None:
+    def __init__(self, key: bytes, page: int, tokens: tuple[int, ...], parent: _Node | None, used: int = 0) -> None:
         self.key = key
         self.page = page
         self.tokens = tokens
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.ordered: list[_Node] = []
+        self.used = used
 
 
 class PrefixCache:
@@ -73,6 +76,7 @@ class PrefixCache:
         # one pass of evict then meets every leaf before its parent.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
         self._by_page: dict[int, _Node] = {}
+        self._period = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -100,7 +104,7 @@ class PrefixCache:
     def touch(self, match: Match) -> None:
         """Count the pages of a match as used just now; all of them are cached still."""
         for page in reversed(match.held):
-            self._nodes.move_to_end(self._by_page[page].key)
+            self._touch(self._by_page[page])
 
     def continuations(self, match: Match, tenant: str = "") -> int:
         """Cached pages that come right after the whole pages of `match`, which are cached still.
@@ -132,9 +136,7 @@ class PrefixCache:
                 self._kv.drop(pages[i])
                 held[i] = child.page
             node = child
-        while node.parent is not None:
-            self._nodes.move_to_end(node.key)
-            node = node.parent
+        self._touch_path(node)
         return held
 
     def evict(self, n: int) -> int:
@@ -143,6 +145,25 @@ class PrefixCache:
         for node in victims:
             self._remove(node)
         return len(victims)
+
+    def age(self, periods: int) -> int:
+        """A period passed: give back every page that nobody used for `periods` whole ones; how many those were.
+
+        What a sequence holds counts as used now. Nodes are in the order of their use, so that only old ones are looked
+        at. Example: a page last used in some period goes at the end of the third one after it with periods 3.
+        """
+        self._period += 1
+        given = 0
+        while self._nodes:
+            node = next(iter(self._nodes.values()))
+            if node.used >= self._period - periods:
+                break
+            if self._kv.refs(node.page) > 1:
+                self._touch_path(node)
+            else:
+                self._remove(node)
+                given += 1
+        return given
 
     def evictable(self, limit: int) -> int:
         """Pages that `evict` could free; counting stops at `limit`, which is soon where old prefixes lie unused."""
@@ -190,13 +211,23 @@ class PrefixCache:
         return root
 
     def _add(self, parent: _Node, page: int, tokens: tuple[int, ...]) -> _Node:
-        node = _Node(self._key(parent.key, tokens), page, tokens, parent)
+        node = _Node(self._key(parent.key, tokens), page, tokens, parent, self._period)
         parent.children[node.key] = node
         bisect.insort(parent.ordered, node, key=_tokens)
         self._nodes[node.key] = node
         self._by_page[page] = node
         self._kv.share(page)
         return node
+
+    def _touch(self, node: _Node) -> None:
+        self._nodes.move_to_end(node.key)
+        node.used = self._period
+
+    def _touch_path(self, node: _Node) -> None:
+        """Count a page and all its parents as used now, the leaf first."""
+        while node.parent is not None:
+            self._touch(node)
+            node = node.parent
 
     def _remove(self, node: _Node) -> None:
         require(not node.children, "a cached page went before its children")

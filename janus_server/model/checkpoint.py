@@ -7,6 +7,7 @@ rotary factors), map a file, or run anything that a model folder holds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -22,10 +23,12 @@ from janus_server.kernels.table import DType
 from janus_server.model import gguf, safetensors
 from janus_server.model.dequant import VECTOR_ENCODINGS
 from janus_server.model.spec import ModelSpec, from_gguf, from_hf
-from janus_server.model.stored import Encoding, TensorEntry, open_unchanged, read_small_file
+from janus_server.model.stored import Encoding, TensorEntry, is_unchanged, open_unchanged, read_small_file
 from janus_server.model.weights import Part, SlotKind, slot_plans
 
 CONFIG_LIMIT_BYTES: Final = 4 << 20
+# Three of these of each tensor tell its contents: some thousand reads, 5 ms from the page cache.
+SAMPLE_BYTES: Final = 512
 ROPE_FREQS: Final = "rope_freqs.weight"
 
 
@@ -72,6 +75,36 @@ def open_checkpoint(path: Path, dtype: DType | None = None) -> Checkpoint:
     spec = msgspec.structs.replace(opened.spec, dtype=dtype or stored)
     total_bytes = sum(entry.nbytes for entry in needed.values())
     return dataclasses.replace(opened, spec=spec, tensors=needed, total_bytes=total_bytes, as_stored=dtype is None)
+
+
+def as_it_is_now(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint where its files are, or the same one opened anew where equal ones lie in their place.
+
+    A folder may go and come back. OSError while a file is not there, BadModel where it is another checkpoint.
+    """
+    if all(is_unchanged(stamp) for stamp in {entry.file for entry in checkpoint.tensors.values()}):
+        return checkpoint
+    now = open_checkpoint(checkpoint.path, None if checkpoint.as_stored else checkpoint.spec.dtype)
+    if now.fingerprint != checkpoint.fingerprint:
+        raise BadModel(f"{checkpoint.path.name} is another checkpoint now; restart the server to serve it.")
+    return now
+
+
+def contents_of(checkpoint: Checkpoint) -> str:
+    """A digest of samples of every tensor's stored bytes: two trainings of one architecture have equal headers.
+
+    BadModel where a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        stamps = {entry.file for entry in checkpoint.tensors.values()}
+        files = {stamp: stack.enter_context(open_unchanged(stamp)) for stamp in stamps}
+        for entry in sorted(checkpoint.tensors.values(), key=lambda entry: (entry.file.path.name, entry.offset)):
+            count = min(SAMPLE_BYTES, entry.nbytes)
+            last = entry.nbytes - count
+            for at in (0, last // 2, last):
+                digest.update(files[entry.file].read(entry.offset + at, count))
+    return digest.hexdigest()
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from janus_server.model.decoder import READ_ROWS, Decoder
+from janus_server.model.decoder import Decoder
 from janus_server.model.sample import logprob_of
 from janus_server.types import Fault, PoolSpec, Reading, ScoreSpec, TokenLogprob
 
@@ -18,7 +18,7 @@ from janus_server.types import Fault, PoolSpec, Reading, ScoreSpec, TokenLogprob
 def score(decoder: Decoder, row: int, spec: ScoreSpec) -> Reading:
     """The log probability of each target after its row, the first of which is `row` of the step."""
     scores: list[TokenLogprob] = []
-    for first, stop in _slices(row, row + len(spec.targets)):
+    for first, stop in _slices(row, row + len(spec.targets), decoder.read_rows):
         logits = decoder.logits_of(first, stop)
         if not np.isfinite(logits.max(axis=1)).all():
             return Reading(fault=Fault.NOT_FINITE)
@@ -31,7 +31,7 @@ def pool(decoder: Decoder, first: int, stop: int, spec: PoolSpec) -> Reading:
     """Add rows first … stop-1 of the step to the sums: in float64, one row after the other, in the prompt's order."""
     sums = np.zeros(decoder.spec.hidden) if spec.sums is None else spec.sums.copy()
     with np.errstate(invalid="ignore"):
-        for start, end in _slices(first, stop):
+        for start, end in _slices(first, stop, decoder.read_rows):
             for hidden in decoder.hidden_of(start, end):
                 sums += hidden
     if not np.isfinite(sums).all():
@@ -41,6 +41,6 @@ def pool(decoder: Decoder, first: int, stop: int, spec: PoolSpec) -> Reading:
     return Reading(embedding=tuple((sums / spec.mean_of).astype(np.float32).tolist()))
 
 
-def _slices(first: int, stop: int) -> Iterator[tuple[int, int]]:
-    for start in range(first, stop, READ_ROWS):
-        yield start, min(start + READ_ROWS, stop)
+def _slices(first: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, stop, most):
+        yield start, min(start + most, stop)

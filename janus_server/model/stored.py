@@ -126,6 +126,12 @@ def open_unchanged(stamp: FileStamp) -> OpenFile:
     return file
 
 
+def is_unchanged(stamp: FileStamp) -> bool:
+    """Whether the file is the one whose header was checked. OSError where there is none."""
+    status = os.stat(stamp.path)
+    return (status.st_size, status.st_mtime_ns, status.st_ino) == (stamp.size_bytes, stamp.mtime_ns, stamp.inode)
+
+
 def read_small_file(path: Path, limit_bytes: int) -> bytes:
     """A whole small file (a config), refused when larger than the limit."""
     with OpenFile(path) as file:

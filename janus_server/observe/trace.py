@@ -144,7 +144,7 @@ def _run_attributes(ran: Ran) -> Iterator[tuple[str, Value]]:
     facts, request, sampling = ran.facts, ran.request, ran.request.sampling
     yield "gen_ai.operation.name", _OPERATIONS.get(ran.kind, ran.kind)
     yield "gen_ai.provider.name", "janus"
-    yield "gen_ai.request.model", facts.model
+    yield "gen_ai.request.model", facts.application or facts.model
     yield "gen_ai.response.model", facts.model
     yield "gen_ai.response.id", ran.response_id
     yield "gen_ai.request.max_tokens", request.max_tokens

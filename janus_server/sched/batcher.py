@@ -65,6 +65,11 @@ class Batcher:
         # Every sequence that runs or waits, by its request: a cancel must not look through the queue.
         self._by_id: dict[str, list[Sequence]] = {}
         self._scarcity = scarcity
+        # Grows with everything that may change which sequences run and wait, or what they have computed.
+        self.changes = 0
+        self.paced = 0  # choices with a promise of their TPOT
+        self._planned_s = 0.0
+        self._kept_out: Sequence | None = None
         self._most_running = min(limits.sequences, limits.step_tokens)
         self._starved: Sequence | None = None
         self._placer = Placer(kv, prefix, scarcity, limits.prefix_caching)
@@ -79,8 +84,17 @@ class Batcher:
         return not self.running and not self.waiting
 
     @property
+    def admits(self) -> bool:
+        """False when nobody waits, or the head of the queue found no place at its last try."""
+        full = len(self.running) >= self._most_running
+        return bool(self.waiting) and self.waiting[0] is not self._kept_out and not full
+
+    @property
     def starved(self) -> Sequence | None:
-        """The head of the queue, when it found no room at its last try or somebody was preempted since."""
+        """The head of the queue, when it found no room at its last try or somebody was preempted since.
+
+        Not when what stood in its way was its own model's ceiling: nothing that others leave could help it.
+        """
         return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
     def add(self, request: Request, now: float, grammar: Any = None) -> None:
@@ -96,11 +110,13 @@ class Batcher:
         require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
         first = self._new_sequence(request, 0, now, grammar)
         first.siblings = [self._new_sequence(request, index, now, grammar) for index in range(1, request.n)]
+        self.changes += 1
         self._enrol(first)
         self._queue(first)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Forget one choice of a request, or all; unknown ids are fine (the request may just have ended)."""
+        self.changes += 1
         for seq in tuple(self._by_id.get(request_id, ())):
             seq.siblings = [s for s in seq.siblings if index not in (None, s.index)]
             if index not in (None, seq.index):
@@ -120,10 +136,18 @@ class Batcher:
         """End everything because this instance failed; the pages are left to whoever reclaims them by owner."""
         return self._end_all(FinishReason.ERROR)
 
-    def plan(self, now: float) -> Batch | None:
-        """The next step, or None when nothing can run."""
+    def plan(self, now: float, prompt_tokens: int | None = None) -> Batch | None:
+        """The next step, or None when nothing can run.
+
+        prompt_tokens, at least 1, bounds what the step computes of prompts where others wait for the device. Sequences
+        that are one token behind always get theirs.
+        """
+        require(prompt_tokens is None or prompt_tokens > 0, "a step goes on with the prompts")
+        self.changes += 1
+        self._planned_s = now
         decodes = self._grow_decodes()
         budget = self.limits.step_tokens - len(decodes)
+        budget = budget if prompt_tokens is None else min(budget, prompt_tokens)
         prompts = [s for s in self.running if s.gap > 1]
         prompts += self._admit(prompts, budget, now)
         shares = share([s.gap for s in prompts], max(0, budget))
@@ -135,8 +159,15 @@ class Batcher:
         size = self.kv.page_tokens
         return Batch(self._steps, tuple(chunk_of(s, n, size) for s, n in work), copies)
 
-    def commit(self, batch: Batch, results: Seq[Sampled], readings: Seq[Reading] = ()) -> list[Emit]:
-        """Take in what the step produced; returns this step's news in the order of the batch."""
+    def commit(
+        self, batch: Batch, results: Seq[Sampled], readings: Seq[Reading] = (), now: float | None = None
+    ) -> list[Emit]:
+        """Take in what the step produced; returns this step's news in the order of the batch.
+
+        now is when it ended; without it, it took no time.
+        """
+        self.changes += 1
+        now = self._planned_s if now is None else now
         by_number = {s.number: s for s in self.running}
         require(len(results) == sum(c.sample is not None for c in batch.chunks), "one result for each row that samples")
         require(len(readings) == sum(c.read is not None for c in batch.chunks), "one reading for each chunk that reads")
@@ -161,7 +192,7 @@ class Batcher:
             if drawn is not None:
                 if seq.siblings:
                     self._fork_siblings(seq)
-                emits.append(self._accept(seq, drawn, scores))
+                emits.append(self._accept(seq, drawn, scores, now))
             elif seq.gap == 0:
                 emits += self._end_prompt(seq, scores, None if reading is None else reading.embedding)
             elif scores:
@@ -171,6 +202,7 @@ class Batcher:
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages and queue it to be computed again."""
         require(_take_out(self.running, seq), "only a sequence that runs is preempted")
+        self.changes += 1
         self._placer.release(seq)
         seq.computed = 0
         self._preemptions += 1
@@ -213,12 +245,15 @@ class Batcher:
             if wanted >= budget and unfinished >= self.limits.shared_prompts:
                 break
             seq = self.waiting[0]
-            if self._scarcity.yields(seq):
+            if self._scarcity.yields(seq, self):
+                self._kept_out = seq
                 break
             running = len(self.running)
             if self._placer.still_short(seq, running) or not self._placer.place(seq, running):
-                self._starved = seq
+                self._starved = None if self._placer.capped else seq
+                self._kept_out = seq
                 break
+            self._kept_out = None
             self.waiting.pop(0)
             seq.started_s = now if seq.started_s is None else seq.started_s
             bisect.insort(self.running, seq, key=by_age)
@@ -228,11 +263,12 @@ class Batcher:
 
     # Committing
 
-    def _accept(self, seq: Sequence, result: Sampled, scores: tuple[TokenLogprob, ...]) -> Emit:
+    def _accept(self, seq: Sequence, result: Sampled, scores: tuple[TokenLogprob, ...], now: float) -> Emit:
         request = seq.request
         finish = None
         if result.token is not None:
             seq.tokens.append(result.token)
+            seq.drew(now)
             if seq.seen is not None:
                 seq.seen.add(result.token)
             self._sampled_tokens += 1
@@ -274,7 +310,7 @@ class Batcher:
     ) -> Emit:
         """A choice's news of a step in which it drew a token or ended; where it ended its pages go back."""
         cached = (seq.cached or 0) if seq.first else 0
-        queued_s = seq.started_s - seq.order[0] if seq.first and seq.started_s is not None else None
+        queued_s = seq.started_s - seq.arrived_s if seq.first and seq.started_s is not None else None
         seq.first = False
         if finish is not None:
             self._forget(seq)
@@ -296,7 +332,7 @@ class Batcher:
 
     def _end_all(self, finish: FinishReason) -> list[Emit]:
         groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]
-        self.running, self.waiting, self._by_id = [], [], {}
+        self.running, self.waiting, self._by_id, self.paced = [], [], {}, 0
         return [Emit(seq.request.id, seq.index, finish=finish) for group in groups for seq in group]
 
     def _new_sequence(self, request: Request, index: int, now: float, grammar: Any) -> Sequence:
@@ -308,10 +344,12 @@ class Batcher:
 
     def _enrol(self, seq: Sequence) -> None:
         self._by_id.setdefault(seq.request.id, []).append(seq)
+        self.paced += seq.lane.paced
 
     def _forget(self, seq: Sequence) -> None:
         """A choice is over, wherever it was: nothing of it is left here, and its pages go back."""
         require(_take_out(self.running, seq) or _take_out(self.waiting, seq), "a sequence runs or waits until its end")
+        self.paced -= seq.lane.paced
         of_request = self._by_id[seq.request.id]
         of_request.remove(seq)
         if not of_request:

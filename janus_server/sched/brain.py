@@ -1,391 +1,214 @@
-"""The Brain: events in, actions out; the one place that decides which model is Active, Warm or Cold. Pure.
+"""The Brain: events in, actions out; the one place that decides where models are and what runs when. Pure.
 
-`leader` feeds it and carries its orders to the node. A request for a model that is not Active makes it wanted; wanted
-models are served first come, first served, each taking the room it needs from idle models first (least recently used,
-weighed by what bringing them back costs) and, after some patience, from busy ones, which are drained. Every order has
-a sentence that says why. The same events at the same times give the same actions.
+`leader` feeds it and carries its actions out. It keeps a `Room` for each node (which models are up there), and the
+requests that wait to be begun (`Dispatcher`). Every order has a sentence that says why. The same events at the same
+times give the same actions, so that a journal of them replays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Collection, Iterable
 
 from janus_server.orders import (
     Action,
     Answer,
     Asked,
+    Dispatch,
     Done,
     Event,
     Failed,
     Joined,
+    Left,
     Lost,
+    Offered,
     Order,
-    Refuse,
     Report,
     Stage,
+    Tick,
+    Traffic,
     Unwanted,
     Verb,
     Wanted,
-    Wish,
 )
-from janus_server.sched.state import Belief, Memory, Standing, pages_needed
-
-
-class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How eager the Brain is.
-
-    A busy model is drained for another only when that one has waited for patience_s and the busy one was Active for
-    stay_s: with both, two models that share room for one take turns of some seconds instead of thrashing. After
-    `tries` failures in a row those who wait are refused; after a lasting one everybody is, for broken_s.
-    """
-
-    patience_s: float = 2.0
-    stay_s: float = 4.0
-    tries: int = 3
-    backoff_s: float = 0.5
-    broken_s: float = 30.0
+from janus_server.sched.dispatcher import Dispatcher
+from janus_server.sched.room import Room
+from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
 
 
 class Brain:
-    """The leader's mind for a cluster of one node."""
+    """The leader's mind."""
 
     def __init__(self, settings: BrainSettings, term: int = 1, memory: Memory | None = None) -> None:
         """With what another Brain believed (`memory`), this one goes on where that one was."""
         memory = memory or Memory()
         self.settings = settings
         self.term = term
-        self._node = memory.node
-        self._pool_pages = memory.pool_pages
-        self._host_bytes = memory.host_bytes
-        self._models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
-        self._open = {b.order.id: b for b in self._models.values() if b.order is not None}
         self._orders = memory.orders
-        self._next_wake: float | None = None
+        self._rooms = {room.node: Room(settings, room, self._number) for room in memory.rooms}
+        self._open = {
+            belief.order.id: room.node for room in memory.rooms for belief in room.models if belief.order is not None
+        }
+        self._dispatcher = Dispatcher(settings.ahead_s, memory.waiting)
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What to do about `event`, which happened at `now`. Events about models or orders nobody knows do nothing."""
+        """What to do about `event`, which happened at `now`.
+
+        Events about nodes, models or orders nobody knows do nothing.
+        """
         actions: list[Action] = []
-        match event:
-            case Joined():
-                self._join(event, now)
-            case Wanted(model) | Unwanted(model) if model in self._models:
-                self._want(self._models[model], isinstance(event, Wanted), now)
-            case Report():
-                self._hear(event, now)
-            case Done() | Failed() if event.order in self._open:
-                self._close(event, now, actions)
-            case Lost(model, stage, copy) if model in self._models:
-                belief = self._models[model]
-                belief.stage, belief.copy, belief.draining, belief.busy = stage, copy, False, 0
-            case Asked(model, wish, source) if model in self._models:
-                actions.append(self._ask(self._models[model], wish, source, now))
-            case _:
-                pass
-        self._plan(now, actions)
+        touched = self._hear(event, now, actions)
+        for name, room in self._rooms.items():
+            if name in touched or (room.next_wake_s is not None and room.next_wake_s <= now):
+                room.plan(now, actions)
+        self._dispatch(event, now, actions)
         return actions
 
-    def next_wake(self) -> float | None:
+    def next_wake(self, now: float) -> float | None:
         """When a `Tick` is due at the latest, or None when only events can change anything."""
-        return self._next_wake
+        times = [room.next_wake_s for room in self._rooms.values()] + [self._dispatcher.due_s(now)]
+        return min((time for time in times if time is not None), default=None)
 
     def memory(self) -> Memory:
         """What it believes now, as a copy."""
-        models = tuple(msgspec.structs.replace(belief) for belief in self._models.values())
-        return Memory(
-            node=self._node, pool_pages=self._pool_pages, host_bytes=self._host_bytes, orders=self._orders,
-            models=models,
-        )  # fmt: skip
+        rooms = tuple(room.memory() for room in self._rooms.values())
+        return Memory(orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory())
 
-    def settled(self, model: str) -> bool:
-        """True when the model is where it should be: no order open, no wish, nobody waiting."""
-        belief = self._models[model]
-        return belief.order is None and belief.goal is None and belief.wanted_s is None
+    def settled(self, node: str, model: str) -> bool:
+        """True when the model is where it should be on the node: no order open, no wish, nobody waiting."""
+        return self._rooms[node].settled(model)
 
-    def stages(self) -> dict[str, Stage]:
-        """Where every model stands, as far as is known."""
-        return {name: belief.stage for name, belief in self._models.items()}
+    def stages(self, node: str) -> dict[str, Stage]:
+        """Where every model stands on a node, as far as is known."""
+        return self._rooms[node].stages()
 
-    def standing(self, model: str) -> Standing:
-        """How a model of the catalogue is treated just now."""
-        belief = self._models[model]
-        return Standing(belief.pinned, belief.draining, belief.goal, belief.load_s, belief.wake_s)
+    def standing(self, node: str, model: str) -> Standing:
+        """How a model of the catalogue is treated on a node just now."""
+        return self._rooms[node].standing(model)
+
+    def _with(self, model: str) -> list[Room]:
+        """The nodes whose catalogue has the model."""
+        return [room for room in self._rooms.values() if model in room.models]
 
     # Hearing
 
+    def _hear(self, event: Event, now: float, actions: list[Action]) -> Collection[str]:
+        """Take an event in; returns the nodes whose rooms are to be looked at because of it."""
+        match event:
+            case Joined(node):
+                self._join(event, now)
+                return (node,)
+            case Left(node):
+                self._rooms.pop(node, None)
+                self._open = {order: where for order, where in self._open.items() if where != node}
+            case Traffic():
+                self._hear_traffic(event, now)
+            case Wanted(model):
+                return self._want(model, now)
+            case Unwanted(model):
+                for room in self._with(model):
+                    room.unwant(model)
+                return self._rooms
+            case Offered(offers):
+                for room in self._rooms.values():
+                    room.offered(offers)
+                return self._rooms
+            case Report(node) if node in self._rooms:
+                self._rooms[node].hear(event, now)
+                return (node,)
+            case Done(order) | Failed(order) if order in self._open:
+                node = self._open.pop(order)
+                self._rooms[node].close(event, now, actions)
+                return (node,)
+            case Lost(node, model, stage, copy) if node in self._rooms and model in self._rooms[node].models:
+                self._rooms[node].lost(model, stage, copy)
+                return (node,)
+            case Asked(model) if self._with(model):
+                actions.append(self._ask(event, now))
+                return self._rooms
+            case Tick():
+                return self._rooms
+            case _:
+                pass
+        return ()
+
     def _join(self, event: Joined, now: float) -> None:
-        self._node, self._pool_pages, self._host_bytes = event.node, event.pool_pages, event.host_bytes
-        self._models = {known.model: Belief.of(known, now) for known in event.models}
-        self._open = {}
+        """A node is there. What it is to load at start is wanted from now on, as far as it fits beside what is before
+        it in the catalogue.
+        """
+        beliefs = tuple(Belief.of(known, now) for known in event.models)
         chosen: list[Belief] = []
-        for belief in self._models.values():
-            if belief.known.preload and pages_needed([*chosen, belief]) <= self._pool_pages:
+        for belief in beliefs:
+            belief.offers = event.offers.get(belief.known.model, ())
+            if belief.known.preload and pages_needed([*chosen, belief]) <= event.pool_pages:
                 belief.wanted_s = now
                 chosen.append(belief)
+        known = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs)
+        self._rooms[event.node] = Room(self.settings, known, self._number)
 
-    def _want(self, belief: Belief, wanted: bool, now: float) -> None:
-        if not wanted:
-            if belief.goal is not Stage.ACTIVE:  # an operator's wish outlives the clients that had the same
-                belief.wanted_s = None
-        elif belief.wanted_s is None and (belief.stage is not Stage.ACTIVE or belief.draining or belief.sinking):
-            belief.wanted_s = now
+    def _hear_traffic(self, event: Traffic, now: float) -> None:
+        for ticket in event.arrived:
+            self._dispatcher.arrived(ticket, now)
+        for request in event.started:
+            self._dispatcher.started(request, now)
+        for request in event.left:
+            self._dispatcher.left(request, now)
 
-    def _hear(self, event: Report, now: float) -> None:
-        for name, busy in event.models.items():
-            belief = self._models.get(name)
-            if belief is not None:
-                belief.busy = busy.running + busy.waiting
-                belief.idle_since_s = now - max(0.0, busy.idle_for_s)
+    def _want(self, model: str, now: float) -> Collection[str]:
+        """Have the model on one node: nothing is asked of any while one takes its requests, or was asked already."""
+        rooms = self._with(model)
+        beliefs = [room.models[model] for room in rooms]
+        if rooms and not any(one.serving or one.wanted_s is not None for one in beliefs):
+            best = self._best(rooms, model)
+            best.want(model, now)
+            return (best.node,)
+        return ()
 
-    def _close(self, event: Done | Failed, now: float, actions: list[Action]) -> None:
-        belief = self._open.pop(event.order)
-        order, belief.order = belief.order, None
-        belief.stage, belief.copy = event.stage, event.copy
-        if order is not None and order.verb is Verb.FORK:
-            belief.source = None  # where it failed, what this node has itself is tried next
-        if belief.stage is not Stage.ACTIVE:
-            belief.draining, belief.busy = False, 0
-        if isinstance(event, Failed):
-            self._failed(belief, event, now, actions)
+    def _best(self, rooms: Iterable[Room], model: str) -> Room:
+        """Where a model is brought up with the least ado: it is there or on its way, there is room, it is quick."""
+
+        def ado(room: Room) -> tuple[bool, bool, float, int, str]:
+            belief = room.models[model]
+            missing = room.missing_pages(model)
+            return (not belief.holds_pages, missing > 0, belief.reload_s, missing, room.node)
+
+        return min(rooms, key=ado)
+
+    def _ask(self, event: Asked, now: float) -> Answer:
+        """An operator's wish, put to the nodes that it concerns; refused where one of them refuses it."""
+        model, wish = event.model, event.wish
+        rooms = [room for room in self._with(model) if event.node in (None, room.node)]
+        if not rooms:
+            return Answer(model, False, f"there is no node {event.node} that has {model}")
+        if wish.goal is Stage.ACTIVE:
+            rooms = [self._best(rooms, model)]
+        elif wish.goal is not None:
+            rooms = [room for room in rooms if room.models[model].heading is not Stage.COLD] or rooms[:1]
+        answers = [room.ask(model, wish, event.source, now) for room in rooms]
+        return next((answer for answer in answers if not answer.accepted), answers[0])
+
+    # Deciding
+
+    def _dispatch(self, event: Event, now: float, actions: list[Action]) -> None:
+        """Hand over what devices that are nearly free shall begin, unless that was looked at a moment ago."""
+        if not isinstance(event, Traffic | Report):
+            self._dispatcher.changed(now)
+        due_s = self._dispatcher.due_s(now)
+        if due_s is None or due_s > now:
             return
-        belief.failures, belief.broken = 0, None
-        if order is not None and order.verb is Verb.LOAD:
-            belief.load_s = event.took_s
-        elif order is not None and order.verb is Verb.WAKE:
-            belief.wake_s = event.took_s
-        if belief.stage is Stage.ACTIVE and order is not None and order.verb is not Verb.EVICT:
-            belief.active_s = belief.idle_since_s = now
-            # Who waited for it starts now: it is not idle before a report has said so.
-            belief.busy = 1 if belief.wanted_s is not None else 0
-            belief.wanted_s = None
+        nodes: dict[str, list[str]] = {}
+        for ticket, node in self._dispatcher.begin(now, self._serving):
+            nodes.setdefault(node, []).append(ticket.id)
+        for node, requests in nodes.items():
+            left, ahead_s = len(self._dispatcher), self._dispatcher.backlog_s(node, now)
+            why = f"{node}: {len(requests)} begin, {left} wait; {ahead_s:.2f} s of prompts lie before it"
+            actions.append(Dispatch(node, tuple(requests), why))
 
-    def _failed(self, belief: Belief, event: Failed, now: float, actions: list[Action]) -> None:
-        belief.failures += 1
-        pause_s = self.settings.backoff_s * 2.0 ** min(belief.failures - 1, 6)
-        belief.retry_s = now + pause_s
-        if event.lasting or belief.failures >= self.settings.tries:
-            belief.goal = None
-            if belief.wanted_s is not None:
-                belief.wanted_s = None
-                actions.append(Refuse(belief.known.model, event.reason, None if event.lasting else pause_s))
-            belief.failures = 0
-        if event.lasting:
-            belief.broken, belief.retry_s = event.reason, now + self.settings.broken_s
+    def _serving(self, model: str) -> list[str]:
+        """The nodes that take the model's requests."""
+        return [room.node for room in self._with(model) if room.models[model].serving]
 
-    def _ask(self, belief: Belief, wish: Wish, source: str | None, now: float) -> Answer:
-        name, stage = belief.known.model, belief.stage
-        goal = wish.goal
-        if goal is None:
-            belief.pinned = wish is Wish.PIN
-            said = "pinned" if belief.pinned else "no longer pinned"
-            return Answer(name, True, f"{name} is {said} and {stage.value}")
-        if wish is Wish.FORK and source is None:
-            return Answer(name, False, f"{name} is {stage.value}: say which node to copy it from")
-        if belief.order is not None and belief.heading is not goal:
-            return Answer(name, False, f"{name} is {stage.value} and being changed ({belief.order.verb.value})")
-        if stage is goal and belief.order is None and belief.goal is None:
-            return Answer(name, True, f"{name} is {stage.value} already")
-        if belief.heading is Stage.COLD and wish in (Wish.WAKE, Wish.SLEEP):
-            return Answer(name, False, f"{name} is cold: there is nothing to {wish.value}; load it")
-        if goal is not Stage.ACTIVE and belief.pinned:
-            return Answer(name, False, f"{name} is {stage.value} and pinned; unpin it first")
-        belief.goal = goal
-        belief.source = source if wish is Wish.FORK else None
-        belief.retry_s, belief.broken = now, None
-        if goal is Stage.ACTIVE and belief.wanted_s is None:
-            belief.wanted_s = now
-        return Answer(name, True, f"{name} is {stage.value} and will be {goal.value}")
-
-    # Planning
-
-    def _plan(self, now: float, actions: list[Action]) -> None:
-        self._next_wake = None
-        for belief in self._models.values():
-            self._lower(belief, now, actions)
-        waiting = [b for b in self._models.values() if b.wanted_s is not None and b.order is None]
-        waiting.sort(key=lambda b: (b.wanted_s or 0.0, b.known.model))
-        needed = None
-        for belief in waiting:
-            if belief.retry_s > now and belief.broken is not None:  # nobody makes room for what cannot be loaded
-                belief.wanted_s = None
-                actions.append(Refuse(belief.known.model, belief.broken, belief.retry_s - now))
-            elif belief.retry_s > now:
-                self._wake_by(belief.retry_s)
-            elif not self._raise(belief, now, actions):
-                needed = belief
-                break  # what comes free is for this one: nobody overtakes
-        self._settle(needed, actions)
-
-    def _lower(self, belief: Belief, now: float, actions: list[Action]) -> None:
-        """Take an operator's wish, or the model's own idle time, one step further down."""
-        known = belief.known
-        if belief.goal is belief.stage or (belief.goal is Stage.WARM and belief.stage is Stage.COLD):
-            belief.goal = None  # there, or further down than asked: the host had no room for a copy
-        if belief.order is not None:
-            return
-        if belief.retry_s > now:
-            self._wake_by(belief.retry_s)
-            return
-        if belief.goal in (Stage.WARM, Stage.COLD) and belief.stage is Stage.ACTIVE:
-            why = f"{known.model}: asked to {'sleep' if belief.goal is Stage.WARM else 'be evicted'}"
-            if belief.busy:
-                if not belief.draining:
-                    self._drain(belief, f"{why}; its {belief.busy} requests finish first", actions)
-            elif belief.goal is Stage.WARM:
-                self._sleep(belief, why, now, actions)
-            else:
-                self._order(belief, Verb.UNLOAD, why, actions)
-        elif belief.goal is Stage.COLD and belief.stage is Stage.WARM:
-            self._order(belief, Verb.EVICT, f"{known.model}: asked to be evicted", actions)
-        elif belief.idle and known.idle_s is not None and belief.goal is None:
-            due_s = belief.idle_since_s + known.idle_s
-            if due_s <= now:
-                idle_s = now - belief.idle_since_s
-                self._sleep(belief, f"{known.model}: idle for {idle_s:.1f} s, allowed {known.idle_s:g} s", now, actions)
-            else:
-                self._wake_by(due_s)
-
-    def _raise(self, belief: Belief, now: float, actions: list[Action]) -> bool:
-        """Bring a wanted model up, or take the next step towards its room; False while it must wait for that."""
-        known = belief.known
-        if belief.stage is Stage.ACTIVE:
-            if belief.draining and not belief.sinking:
-                self._serve(belief, f"{known.model}: wanted again before it slept", actions)
-            belief.wanted_s = None
-            return True
-        holders = [b for b in self._models.values() if b.holds_pages]
-        missing = pages_needed([*holders, belief]) - self._pool_pages
-        waited_s = now - (belief.wanted_s if belief.wanted_s is not None else now)
-        if missing <= 0:
-            verb, origin = Verb.LOAD, "its checkpoint"
-            if belief.source is not None:
-                verb, origin = Verb.FORK, f"node {belief.source}"
-            elif belief.copy:
-                verb, origin = Verb.WAKE, "its host copy"
-            self._order(belief, verb, f"{known.model}: wanted for {waited_s:.1f} s; from {origin}", actions)
-            return True
-        if pages_needed([belief, *(b for b in holders if b.pinned)]) > self._pool_pages:
-            belief.wanted_s = belief.goal = belief.source = None
-            actions.append(Refuse(known.model, "the models pinned on this node leave no room for it", None))
-            return True
-        self._make_room(belief, holders, now, actions)
-        return False
-
-    def _make_room(self, belief: Belief, holders: Sequence[Belief], now: float, actions: list[Action]) -> None:
-        """Order the next steps that free pages for `belief`: idle models sleep; busy ones are drained in the end."""
-        staying = [b for b in holders if not b.sinking]
-        if self._fits_without(belief, staying, ()):
-            return  # enough is on its way
-        idle = sorted((b for b in staying if b.idle), key=lambda b: _keep_value(b, now))
-        victims = self._enough(belief, staying, idle)
-        if victims is not None:
-            for victim in victims:
-                if victim.order is not None:
-                    continue  # its copy went to the one before; it follows when that is done
-                idle_s = now - victim.idle_since_s
-                name = victim.known.model
-                self._sleep(
-                    victim, f"{name}: idle for {idle_s:.1f} s, makes room for {belief.known.model}", now, actions
-                )
-            return
-        # The one that has been Active longest gives way first: two models on room for one alternate.
-        movable = [b for b in staying if b.order is None and not b.pinned]
-        movable.sort(key=lambda b: (not b.idle, not b.draining, b.active_s, b.known.model))
-        victims = self._enough(belief, staying, movable)
-        if victims is None:
-            return  # what is under way must end first; its Done plans again
-        since_s = now if belief.wanted_s is None else belief.wanted_s
-        stay_s = self.settings.stay_s
-        due_s = max([since_s + self.settings.patience_s, *(b.active_s + stay_s for b in victims if not b.idle)])
-        if due_s > now:
-            self._wake_by(due_s)
-            return
-        for victim in victims:
-            if not victim.idle and not victim.draining:
-                why = f"{victim.known.model}: gives way to {belief.known.model}, waited for {now - since_s:.1f} s"
-                self._drain(victim, why, actions)
-
-    def _enough(self, belief: Belief, staying: Sequence[Belief], candidates: Sequence[Belief]) -> list[Belief] | None:
-        """The shortest beginning of `candidates` whose going makes room, without those that turn out not to matter."""
-        victims: list[Belief] = []
-        for candidate in candidates:
-            victims.append(candidate)
-            if self._fits_without(belief, staying, victims):
-                break
-        else:
-            return None
-        for victim in list(victims[:-1]):
-            fewer = [v for v in victims if v is not victim]
-            if self._fits_without(belief, staying, fewer):
-                victims = fewer
-        return victims
-
-    def _fits_without(self, belief: Belief, staying: Sequence[Belief], victims: Sequence[Belief]) -> bool:
-        return pages_needed([b for b in staying if b not in victims] + [belief]) <= self._pool_pages
-
-    def _settle(self, needed: Belief | None, actions: list[Action]) -> None:
-        """Models that were drained for somebody who is served, or has left, take requests again."""
-        for belief in self._models.values():
-            if belief.draining and belief.order is None and belief.goal is None and needed is None:
-                self._serve(belief, f"{belief.known.model}: its room is not needed any more", actions)
-
-    # Ordering
-
-    def _sleep(self, belief: Belief, why: str, now: float, actions: list[Action]) -> None:
-        """SLEEP, with copies that matter less evicted for its own; UNLOAD where the host cannot hold it."""
-        if not belief.copy:
-            used = sum(b.known.host_bytes for b in self._models.values() if b.holds_copy)
-            missing = used + belief.known.host_bytes - self._host_bytes
-            spare = [b for b in self._models.values() if b.copy and b.order is None and b is not belief]
-            # The copy of an Active model is only missed when that one sleeps; of the others the least valuable goes.
-            spare.sort(key=lambda b: (b.stage is not Stage.ACTIVE, _keep_value(b, now)))
-            dropped = []
-            for other in spare:
-                if missing <= 0:
-                    break
-                dropped.append(other)
-                missing -= other.known.host_bytes
-            if missing > 0:
-                self._order(belief, Verb.UNLOAD, f"{why}; no host memory for a copy", actions)
-                return
-            for other in dropped:
-                self._order(other, Verb.EVICT, f"{other.known.model}: its host memory goes to {belief.known.model}",
-                            actions)  # fmt: skip
-        self._order(belief, Verb.SLEEP, why, actions)
-
-    def _drain(self, belief: Belief, why: str, actions: list[Action]) -> None:
-        belief.draining = True
-        self._order_now(belief, Verb.DRAIN, why, actions)
-
-    def _serve(self, belief: Belief, why: str, actions: list[Action]) -> None:
-        """Who waited for a drained model starts now: like a woken one it is not idle before a report has said so."""
-        belief.draining, belief.wanted_s = False, None
-        belief.busy = max(belief.busy, 1)
-        self._order_now(belief, Verb.SERVE, why, actions)
-
-    def _order(self, belief: Belief, verb: Verb, why: str, actions: list[Action]) -> None:
-        """An order that ends with Done or Failed; until then its model is left alone."""
-        order = self._order_now(belief, verb, why, actions)
-        belief.order = order
-        self._open[order.id] = belief
-
-    def _order_now(self, belief: Belief, verb: Verb, why: str, actions: list[Action]) -> Order:
-        """An order that takes effect at once and has no end of its own (DRAIN, SERVE)."""
+    def _number(self, node: str, model: str, verb: Verb, why: str, source: str | None) -> Order:
         self._orders += 1
-        source = belief.source if verb is Verb.FORK else None
-        order = Order(self.term, self._orders, self._node, belief.known.model, verb, why, source)
-        actions.append(order)
-        return order
-
-    def _wake_by(self, due_s: float) -> None:
-        self._next_wake = due_s if self._next_wake is None else min(self._next_wake, due_s)
-
-
-def _keep_value(belief: Belief, now: float) -> float:
-    """How much an idle model is worth keeping, lowest goes first: what bringing it back costs over how long it idles.
-
-    Example: idle 10 s with 0.1 s to wake (0.01) goes before idle 60 s with 3 s to load (0.05).
-    """
-    back_s = belief.reload_s if belief.copy else max(belief.load_s, 1e-3)
-    return back_s / max(now - belief.idle_since_s, 1e-3)
+        if verb not in (Verb.DRAIN, Verb.SERVE):  # those take effect at once and have no end of their own
+            self._open[self._orders] = node
+        return Order(self.term, self._orders, node, model, verb, why, source)

@@ -6,9 +6,12 @@ something happened it plans anew (`dispatch_live`) and hands over what the devic
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
+
+import msgspec
 
 from janus_server.orders import Ticket
 from janus_server.sched.backlog import Backlog, Cadence
@@ -28,6 +31,15 @@ class Given(NamedTuple):
     machine: str
 
 
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `Dispatcher` knows at one moment: what waits, what was given to which machine, and when to plan again."""
+
+    tickets: tuple[Ticket, ...] = ()
+    given: dict[str, str] = {}
+    backlogs: dict[str, Backlog] = {}
+    cadence: Cadence = msgspec.field(default_factory=lambda: Cadence(SPACING_S))
+
+
 class Dispatcher:
     """Tickets in, requests to begin out.
 
@@ -40,12 +52,20 @@ class Dispatcher:
     3 s) wait. When a is nearly done, c is begun, then b.
     """
 
-    def __init__(self, ahead_s: float, spacing_s: float = SPACING_S) -> None:
+    def __init__(self, ahead_s: float, known: Waiting | None = None) -> None:
+        known = copy.deepcopy(known or Waiting())
         self._ahead_s = ahead_s
-        self._cadence = Cadence(spacing_s)
-        self._waiting: dict[str, Ticket] = {}
-        self._given: dict[str, str] = {}
-        self._backlogs: dict[str, Backlog] = {}
+        self._cadence = known.cadence
+        self._waiting = {ticket.id: ticket for ticket in known.tickets}
+        self._given = known.given
+        self._backlogs = known.backlogs
+
+    def memory(self) -> Waiting:
+        """What it knows now, as a copy."""
+        return copy.deepcopy(
+            Waiting(tickets=tuple(self._waiting.values()), given=self._given, backlogs=self._backlogs,
+                    cadence=self._cadence)
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """How many requests wait."""

@@ -29,6 +29,7 @@ class _Shortage(msgspec.Struct, frozen=True):
     continuations: int
     running: int
     eased: int
+    capped: bool
 
 
 class Placer:
@@ -52,8 +53,9 @@ class Placer:
         match = self._prefix.match(seq.tokens, reusable(seq), seq.request.tenant) if self._caching else Match()
         hit = match.pages
         fresh_n = pages_for(len(seq.tokens), self._kv.page_tokens) - len(hit)
-        fresh = self._kv.take(fresh_n) if self._scarcity.evict(fresh_n + running) else None
+        fresh = self._kv.take(fresh_n) if self._scarcity.evict(fresh_n + running, self._kv) else None
         if fresh is None:
+            capped = self._scarcity.capped(fresh_n + running, self._kv)
             for page in match.held:
                 self._kv.drop(page)
             # The pages just matched may be what stood in the way of eviction: without them the pool always suffices
@@ -61,7 +63,7 @@ class Placer:
             if match.held and not running and self._place_uncached(seq):
                 return True
             continuations = self._prefix.continuations(match, seq.request.tenant)
-            self._shortage = _Shortage(seq, match, continuations, running, self._scarcity.eased)
+            self._shortage = _Shortage(seq, match, continuations, running, self._scarcity.eased, capped)
             return False
         seq.pages = [*hit, *fresh]
         seq.computed = len(hit) * self._kv.page_tokens
@@ -74,6 +76,11 @@ class Placer:
         if seq.cached is None:
             seq.cached = seq.computed
         return True
+
+    @property
+    def capped(self) -> bool:
+        """True when the last sequence that found no room was kept out by its own model's ceiling."""
+        return self._shortage is not None and self._shortage.capped
 
     def still_short(self, seq: Sequence, running: int) -> bool:
         """True when `seq` found no room at its last try and nothing has changed since that could give it some."""
@@ -91,7 +98,7 @@ class Placer:
         missing = pages_for(len(seq.tokens), self._kv.page_tokens) - len(seq.pages)
         if missing <= 0:
             return True
-        if not self._scarcity.make_room(missing, seq):
+        if not self._scarcity.make_room(missing, seq, self._kv):
             return False
         pages = self._kv.take(missing)
         require(pages is not None, "make_room promised pages that are not there")
@@ -100,7 +107,7 @@ class Placer:
 
     def fork(self, seq: Sequence, sibling: Sequence, running: int) -> bool:
         """Let a sibling start from the prompt that `seq` computed, one token short; False when there is no room."""
-        if not self._scarcity.evict(1 + running):
+        if not self._scarcity.evict(1 + running, self._kv):
             return False
         tail = self._kv.take(1)
         require(tail is not None, "evict promised a page that is not there")
@@ -143,7 +150,7 @@ class Placer:
 
     def _place_uncached(self, seq: Sequence) -> bool:
         n = pages_for(len(seq.tokens), self._kv.page_tokens)
-        fresh = self._kv.take(n) if self._scarcity.evict(n) else None
+        fresh = self._kv.take(n) if self._scarcity.evict(n, self._kv) else None
         if fresh is None:
             return False
         seq.pages, seq.computed, seq.published = list(fresh), 0, 0

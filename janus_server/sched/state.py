@@ -11,9 +11,27 @@ from collections.abc import Iterable
 import msgspec
 
 from janus_server.orders import KnownModel, Order, Stage, Verb
+from janus_server.sched.dispatcher import Waiting
 
 _RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _LOWERING = (Verb.SLEEP, Verb.UNLOAD)
+
+
+class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How eager the Brain is.
+
+    A busy model is drained for another only when that one has waited for patience_s and the busy one was Active for
+    stay_s: with both, two models that share room for one take turns of some seconds instead of thrashing. After
+    `tries` failures in a row those who wait are refused; after a lasting one everybody is, for broken_s. A device is
+    handed prompts while less than ahead_s of them lies before it.
+    """
+
+    patience_s: float = 2.0
+    stay_s: float = 4.0
+    tries: int = 3
+    backoff_s: float = 0.5
+    broken_s: float = 30.0
+    ahead_s: float = 0.2
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -31,7 +49,8 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
 
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
     become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
-    weights are to be tried first; broken says why it cannot be loaded, until retry_s.
+    weights are to be tried first, offers the nodes that let theirs be copied, the best first; broken says why it cannot
+    be loaded, until retry_s.
     """
 
     known: KnownModel
@@ -49,6 +68,7 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     wanted_s: float | None = None
     goal: Stage | None = None
     source: str | None = None
+    offers: tuple[str, ...] = ()
     failures: int = 0
     broken: str | None = None
 
@@ -74,6 +94,11 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
         return self.order is not None and self.order.verb in _LOWERING
 
     @property
+    def serving(self) -> bool:
+        """It takes requests."""
+        return self.stage is Stage.ACTIVE and not self.draining and not self.sinking
+
+    @property
     def heading(self) -> Stage:
         """Where it stands once what is under way is done."""
         if self.rising:
@@ -96,6 +121,14 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
         return self.order.verb is Verb.SLEEP or (self.copy and self.order.verb not in (Verb.UNLOAD, Verb.EVICT))
 
     @property
+    def fork_from(self) -> str | None:
+        """The node to copy from next: the one asked for, or where this one has no copy of its own, one that offers.
+
+        A host copy is as fast as a peer's memory, needs nobody else and cannot be withdrawn; a checkpoint is slower.
+        """
+        return self.source or (self.offers[0] if self.offers and not self.copy else None)
+
+    @property
     def idle(self) -> bool:
         """Active, nothing under way, nothing to do, and nobody asked for it to stay."""
         return self.stage is Stage.ACTIVE and self.order is None and not self.busy and not self.pinned
@@ -106,24 +139,31 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
         return max(self.wake_s, 1e-3)
 
 
+class RoomMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What is believed of one node at one moment."""
+
+    node: str
+    pool_pages: int
+    host_bytes: int
+    models: tuple[Belief, ...]
+
+
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """All that a Brain believes at one moment: another one made of it goes on in its place."""
 
-    node: str = ""
-    pool_pages: int = 0
-    host_bytes: int = 0
     orders: int = 0
-    models: tuple[Belief, ...] = ()
+    rooms: tuple[RoomMemory, ...] = ()
+    waiting: Waiting = Waiting()
 
 
 def pages_needed(models: Iterable[Belief]) -> int:
     """Pages that must exist for these to be Active together.
 
-    Their weights, and beside them the longest sequence of any (the node's oldest sequence can then always finish, the
-    others being preempted for it), or the KV floors of all where those are more.
+    Their weights, the KV floors of all, and what the longest sequence of any needs beyond its own floor: the node's
+    oldest sequence can then always finish, the others being preempted for it and no floor touched (see `Scarcity`).
 
-    Example: weights 30 and 20, longest sequences 8 and 12, floors 5 and 10: 50 + max(12, 15) = 65.
+    Example: weights 30 and 20, longest sequences 8 and 12, floors 5 and 10: 50 + 15 + max(3, 2) = 68.
     """
     known = [belief.known for belief in models]
-    longest = max((k.longest_pages for k in known), default=0)
-    return sum(k.weight_pages for k in known) + max(longest, sum(k.floor_pages for k in known))
+    beyond = max((k.longest_pages - k.floor_pages for k in known), default=0)
+    return sum(k.weight_pages + k.floor_pages for k in known) + max(0, beyond)

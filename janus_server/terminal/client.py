@@ -34,11 +34,15 @@ _NO_KEY: Final = (
 
 
 class Failed(Exception):
-    """What was asked for cannot be had; the sentence is for the user. status is the server's, 0 without an answer."""
+    """What was asked for cannot be had; the sentence is for the user.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    status and code are the server's, 0 and None without an answer.
+    """
+
+    def __init__(self, message: str, status: int = 0, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -89,8 +93,8 @@ class Client:
     async def get(self, path: str, shape: type[T]) -> T:
         return await self._call("GET", path, {}, shape)
 
-    async def post(self, path: str, query: dict[str, str], shape: type[T]) -> T:
-        return await self._call("POST", path, query, shape)
+    async def post(self, path: str, query: dict[str, str], shape: type[T], body: bytes | None = None) -> T:
+        return await self._call("POST", path, query, shape, body)
 
     async def events(self) -> Events:
         """The stream of events, once the server has begun it."""
@@ -101,10 +105,12 @@ class Client:
             raise self._unreachable(error) from None
         return Events(response)
 
-    async def _call(self, method: str, path: str, query: dict[str, str], shape: type[T]) -> T:
+    async def _call(
+        self, method: str, path: str, query: dict[str, str], shape: type[T], body: bytes | None = None
+    ) -> T:
         url = self._server.url.with_path(path).with_query(query)
         try:
-            async with self._http.request(method, url) as response:
+            async with self._http.request(method, url, data=body) as response:
                 await self._check(response)
                 return msgspec.json.decode(await response.read(), type=shape)
         except _NO_ANSWER as error:
@@ -121,7 +127,7 @@ class Client:
             raise Failed(f"{self._server.url} answered with status {response.status}", response.status) from None
         if error.code in ("invalid_api_key", "admin_key_needed") and self._server.key is None:
             raise Failed(_NO_KEY, response.status)
-        raise Failed(printable(error.message), response.status)
+        raise Failed(printable(error.message), response.status, error.code)
 
     def _unreachable(self, error: Exception) -> Failed:
         url = self._server.url

@@ -76,6 +76,7 @@ def _memory() -> list[Row]:
     rows = [
         Row("memory", "total", f"{units.format_bytes(total)}{free}"),
         Row("memory", "default budget", f"{units.format_bytes(default_memory_bytes())} (--memory changes it)"),
+        Row("memory", "pages", pages_of(machine.gpu(), _version("cuda-bindings"))),
         Row("memory", "huge pages", ", ".join(f"{k}: {v}" for k, v in machine.huge_pages().items()) or "not known"),
     ]
     if maps is not None:
@@ -85,6 +86,21 @@ def _memory() -> list[Row]:
         value = f"{maps} mappings, enough for {units.format_bytes(room_bytes)} of 2 MiB pages"
         rows.append(Row("memory", "vm.max_map_count", value, remedy))
     return rows
+
+
+def pages_of(gpu: machine.Gpu, bindings: str | None) -> str:
+    """Where a server's pages would be, and why not on a GPU: the first thing that is missing for that."""
+    if not gpu.devices:
+        reason = "no NVIDIA GPU"
+    elif gpu.driver is None:
+        reason = "an NVIDIA GPU, but no driver is loaded"
+    elif bindings is None:
+        reason = "an NVIDIA GPU, but cuda-bindings is not installed"
+    else:
+        reason = (
+            f"the kernels compute there; pages on the GPU are possible (cuda-bindings {bindings}), not yet served from"
+        )
+    return f"host memory (memfd): {reason}"
 
 
 def _software() -> list[Row]:

@@ -125,6 +125,9 @@ def drawing(found: MemoryMap, columns: int) -> list[Line]:
         lines.append(_merged(cells[first : first + columns]))
     lines.append(())
     lines += _legend(found, letters, colours)
+    scratch_bytes = sum(one.bytes for one in found.totals if one.kind == "scratch")
+    if scratch_bytes:
+        lines.append((Span(f"{_SCRATCH} is scratch for the steps of all models: {format_bytes(scratch_bytes)}"),))
     share = found.fragmentation
     lines += [
         (),

@@ -16,7 +16,8 @@ from typing import Final
 
 import msgspec
 
-from janus_server.api.admin import ManagedList, ManagedModel, ModelEvent, Wished
+from janus_server.api.admin import ForkBody, ManagedList, ManagedModel, ModelEvent, PeerList, Wished
+from janus_server.orders import Wish
 from janus_server.suggest import nearest
 from janus_server.terminal.client import Client, Events, Failed, Target, plain, printable, target, wish_path
 from janus_server.terminal.progress import LoadProgress
@@ -37,6 +38,7 @@ class ModelsOptions(msgspec.Struct, frozen=True):
     url: str
     action: str = LIST
     model: str | None = None
+    source: str | None = None
     wait: bool = False
     timeout_s: float = 600.0
     as_json: bool = False
@@ -63,6 +65,7 @@ def run(options: ModelsOptions) -> int:
 async def _list(server: Target, options: ModelsOptions) -> None:
     async with Client(server) as client:
         models = (await client.get("/admin/models", ManagedList)).data
+        peers = None if options.as_json else await client.get("/admin/peers", PeerList)
     if options.model is not None:
         models = [one for one in models if one.model == options.model] or _no_such(options.model, models)
     if options.as_json:
@@ -71,6 +74,8 @@ async def _list(server: Target, options: ModelsOptions) -> None:
         _print_table(models)
     else:
         print("\n".join(plain([_HEAD, *map(row, models)], _NUMBERS)))
+    if peers is not None and peers.node is not None:
+        print("\n" + "\n".join(peer_lines(peers)))
 
 
 async def _wish(server: Target, options: ModelsOptions) -> str:
@@ -79,10 +84,10 @@ async def _wish(server: Target, options: ModelsOptions) -> str:
     async with Client(server) as client:
         try:
             if not options.wait:
-                return printable((await client.post(wish_path(model, options.action), {}, Wished)).why)
+                return await _ask(client, model, options, {})
             return await _fulfil(client, model, options)
         except Failed as error:
-            if error.status == 404:
+            if error.status == 404 and error.code != "node_not_found":
                 _no_such(model, (await client.get("/admin/models", ManagedList)).data)
             raise
 
@@ -97,7 +102,7 @@ async def _fulfil(client: Client, model: str, options: ModelsOptions) -> str:
             left_s = until_s - time.monotonic()
             query = {"wait": f"{max(0.001, min(left_s, _ASK_S)):.3f}"}
             try:
-                return printable((await client.post(wish_path(model, options.action), query, Wished)).why)
+                return await _ask(client, model, options, query)
             except Failed as error:
                 if error.status != 504:
                     raise
@@ -110,6 +115,13 @@ async def _fulfil(client: Client, model: str, options: ModelsOptions) -> str:
             await showing
         events.close()
         bar.close()
+
+
+async def _ask(client: Client, model: str, options: ModelsOptions, query: dict[str, str]) -> str:
+    body = None
+    if options.action == Wish.FORK.value:
+        body = msgspec.json.encode(ForkBody(source=options.source))
+    return printable((await client.post(wish_path(model, options.action), query, Wished, body)).why)
 
 
 async def _show(events: Events, bar: LoadProgress) -> None:
@@ -151,9 +163,24 @@ def note(one: ManagedModel) -> str:
         found.append("draining")
     if one.pinned:
         found.append("pinned")
+    if one.source is not None:
+        found.append(f"from {printable(one.source)}")
+    if one.prepared and one.stage == "cold":
+        found.append("prepared")
     if one.trouble is not None:
         found.append(printable(one.trouble))
     return ", ".join(found)
+
+
+def peer_lines(peers: PeerList) -> list[str]:
+    """A line a peer: which models can be copied from it."""
+    lines = [f"this is node {printable(peers.node or '')}; " + ("its peers:" if peers.data else "it sees no peer")]
+    for peer in peers.data:
+        offers = ", ".join(printable(one.model) for one in peer.models if one.why is None)
+        others = [f"{printable(one.model)}: {printable(one.why)}" for one in peer.models if one.why is not None]
+        said = peer.trouble or "; ".join([f"has {offers}" if offers else "has nothing to copy", *others])
+        lines.append(f"  {printable(peer.node)}  {printable(said)}")
+    return lines
 
 
 def _no_such(model: str, models: Sequence[ManagedModel]) -> list[ManagedModel]:

@@ -13,7 +13,7 @@ import msgspec
 
 from janus_server import journal
 from janus_server.journal import Entry
-from janus_server.orders import Action, Answer, Order, Refuse, Report
+from janus_server.orders import Action, Answer, Dispatch, Order, Refuse, Report
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -57,6 +57,8 @@ def _sentence(action: Action) -> str:
     match action:
         case Order():
             return f"{action.verb.value:7} {action.why}"
+        case Dispatch():
+            return f"begin   {action.why}"
         case Refuse():
             return f"refuse  {action.model}: {action.why}"
         case Answer():

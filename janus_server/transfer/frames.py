@@ -18,7 +18,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-VERSION: Final = 1
+VERSION: Final = 2
 ASK_MOST_BYTES: Final = 4096
 # 250,000 runs of pages: 100 GB in pages of 2 MiB without two neighbours are 50,000.
 ANSWER_MOST_BYTES: Final = 4 << 20
@@ -32,7 +32,14 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 
 
 class PeerTrouble(Exception):
-    """A peer that is gone, silent, wrong or unwilling. The sentence is fixed text: nothing that came over the wire."""
+    """A peer that is gone, silent, wrong or unwilling. The sentence is fixed text: nothing that came over the wire.
+
+    absent says that no process of that name lives.
+    """
+
+    def __init__(self, sentence: str, *, absent: bool = False) -> None:
+        super().__init__(sentence)
+        self.absent = absent
 
 
 class Denial(enum.Enum):
@@ -61,6 +68,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     layout: _Text
     checkpoint: _Text
     size_bytes: _Count
+
+
+class Look(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first and only question of a connection: what is there to be read? Nothing is granted by the answer."""
+
+    node: _Text
+    incarnation: _Text
 
 
 class Check(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -95,12 +109,30 @@ class Valid(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     grant: _Text
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A model whose weights could be read at that moment, and by how many they are being read."""
+
+    model: _Text
+    layout: _Text
+    checkpoint: _Text
+    size_bytes: _Count
+    readers: _Count
+
+
+class Holding(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Who answers, and every model that it would let be read."""
+
+    node: _Text
+    incarnation: _Text
+    models: tuple[Held, ...]
+
+
 class Denied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     why: Denial
 
 
-Question = Ask | Check | Release
-Answer = Granted | Valid | Denied
+Question = Ask | Look | Check | Release
+Answer = Granted | Valid | Denied | Holding
 
 QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
 ANSWERS: Final = msgspec.msgpack.Decoder(Answer)

@@ -13,11 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from janus_server.kv.move import PIECE_BYTES, Pace, move
+from janus_server.kv.move import Copy, Pace, move
 from janus_server.kv.vmm_cpu import CpuMemory, PeerMemory
-
-# How long a paced pull may take to notice that it was stopped.
-_PIECE_S = 0.05
 
 
 class Handle(NamedTuple):
@@ -46,21 +43,23 @@ def register(memory: CpuMemory) -> Handle:
 def pull(handle: Handle, pieces: Sequence[Piece], into: np.ndarray, pace: Pace) -> None:
     """Fill flat uint8 `into` from the region. Raises Stopped between two pieces, OSError for a region that is not safe
     to map. Nothing is written after it has returned or raised."""
-    most = PIECE_BYTES if pace.bytes_per_s is None else min(PIECE_BYTES, max(4096, int(pace.bytes_per_s * _PIECE_S)))
-    cut = [part for piece in pieces for part in _cut(piece, most)]
-    region = PeerMemory(handle.fd, handle.size_bytes)
+    region = attach(handle, pieces)
     try:
-        move(
-            [into[p.target : p.target + p.size_bytes] for p in cut],
-            [region.slab[p.source : p.source + p.size_bytes] for p in cut],
-            pace,
-        )
+        copy_from(region, pieces, [into[p.target : p.target + p.size_bytes] for p in pieces], pace)
     finally:
         region.close()
 
 
-def _cut(piece: Piece, most: int) -> list[Piece]:
-    return [
-        Piece(piece.target + at, piece.source + at, min(most, piece.size_bytes - at))
-        for at in range(0, piece.size_bytes, most)
-    ]
+def attach(handle: Handle, pieces: Sequence[Piece]) -> PeerMemory:
+    """The region, mapped, with the pieces' pages looked up: copying them meets no page fault. The caller closes it."""
+    region = PeerMemory(handle.fd, handle.size_bytes)
+    for piece in pieces:
+        region.look_up(piece.source, piece.size_bytes)
+    return region
+
+
+def copy_from(
+    region: PeerMemory, pieces: Sequence[Piece], into: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto
+) -> None:
+    """Fill `into`, parts of flat uint8, with the pieces of an attached region, in their order. Raises Stopped."""
+    move(into, [region.slab[p.source : p.source + p.size_bytes] for p in pieces], pace, copy)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
 
+from janus_server.errors import Bug
 from janus_server.kv.blocks import pages_for
-from janus_server.kv.move import Pace, Stopped, sampled_digest
+from janus_server.kv.move import Copy, Pace, Stopped, sampled_digest
+from janus_server.kv.vmm_cpu import PeerMemory
 from janus_server.transfer import plane
 from janus_server.transfer.frames import (
     ANSWER_MOST_BYTES,
@@ -58,7 +60,7 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pull:
-    """A grant being used: `fill`, then `confirm`, both once."""
+    """A grant being used: `fill`, or both its halves, then `confirm`, each once."""
 
     def __init__(
         self, link: Link, granted: Granted, handle: plane.Handle, want: Want, ends_s: float, peering: Peering
@@ -70,20 +72,49 @@ class Pull:
         self._pieces = _pieces(granted, want.size_bytes)
         self._ends_s = ends_s
         self._peering = peering
+        self._region: PeerMemory | None = None
 
     def fill(self, target: np.ndarray, pace: Pace) -> None:
-        """Copy the peer's bytes over target, flat uint8 of the wanted size, and check samples of them. On a copy
-        thread. Stops when the pace says so, the peer dies or the grant's time is over."""
-        watched = Pace(pace.on_bytes, lambda: pace.may_go() and self._trouble() is None, self._peering.bytes_per_s)
+        """`attach`, `copy`, `verify`."""
+        self.attach()
+        self.copy([target], pace)
+        self.verify(target)
+
+    def attach(self) -> None:
+        """Map the peer's pages. On a copy thread."""
         try:
-            plane.pull(self._handle, self._pieces, target, watched)
+            self._region = plane.attach(self._handle, self._pieces)
+        except OSError:
+            raise PeerTrouble("the peer's memory cannot be mapped") from None
+
+    def detach(self) -> None:
+        """Unmap them, if they are mapped. No copy may be under way."""
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def copy(self, target: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto) -> None:
+        """Copy the peer's bytes over target, parts of flat uint8 of the wanted size. On a copy thread. Stops when the
+        pace says so, the peer dies or the grant's time is over."""
+        watched = Pace(
+            pace.on_bytes,
+            lambda: pace.may_go() and self._trouble() is None,
+            lambda: _slower(pace.bytes_per_s(), self._peering.bytes_per_s),
+        )
+        if self._region is None:
+            raise Bug("a peer's pages are attached before they are copied")
+        try:
+            plane.copy_from(self._region, self._pieces, target, watched, copy)
         except Stopped:
             trouble = self._trouble()
             if trouble is not None:
                 raise PeerTrouble(trouble) from None
             raise
-        except OSError:
-            raise PeerTrouble("the peer's memory cannot be mapped") from None
+        finally:
+            self.detach()
+
+    def verify(self, target: np.ndarray) -> None:
+        """Check samples of what was copied."""
         if sampled_digest(target) != self.digest:
             raise PeerTrouble("the peer's bytes are not those that it announced")
 
@@ -125,7 +156,9 @@ async def pulling(peering: Peering, source: str, want: Want) -> AsyncIterator[Pu
             _check(granted, source, want)
             # Counted from before the question, the grant ends here before it ends there.
             ends_s = asked_s + granted.expires_in_s
-            yield Pull(link, granted, handle._replace(size_bytes=granted.region_bytes), want, ends_s, peering)
+            pull = Pull(link, granted, handle._replace(size_bytes=granted.region_bytes), want, ends_s, peering)
+            stack.callback(pull.detach)
+            yield pull
     finally:
         link.close()
 
@@ -151,6 +184,12 @@ def _check(granted: Granted, source: str, want: Want) -> None:
         raise PeerTrouble("the peer's grant has no end")
     if want.digest not in (None, granted.digest):
         raise PeerTrouble("the peer holds other weights than were here before")
+
+
+def _slower(first: float | None, second: float | None) -> float | None:
+    """The lower of two rates; None is no limit."""
+    given = [rate for rate in (first, second) if rate is not None]
+    return min(given, default=None)
 
 
 def _pieces(granted: Granted, size_bytes: int) -> list[plane.Piece]:

@@ -1,28 +1,31 @@
 """The run directory: where the nodes of one user on one host find each other. Only that user may enter it.
 
 `<run>/<node>.sock` is a node's socket, `<run>/<node>.lock` is held for as long as the process of that name lives. Both
-ends of a connection are asked of the system whose they are. Called by `serving` and `pull`; nothing is read from peers
-here.
+ends of a connection are asked of the system whose they are. Called by `serving`, `pull` and `look`; nothing is read
+from peers here.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import re
 import socket
 import stat
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import msgspec
 
 from janus_server.errors import BadConfig
+from janus_server.readers import NODE_NAME
 from janus_server.transfer.frames import PeerTrouble
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _WAITING = 16
+_SOCKET: Final = ".sock"
 
 
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,9 @@ class RunDirectory:
             listening.close()
             os.close(lock)
             if isinstance(error, BlockingIOError):
-                raise BadConfig(f"another node of this run directory is called {node}") from None
+                raise BadConfig(
+                    f"another node of this run directory is called {node}, and it runs: give --node another name"
+                ) from None
             raise BadConfig(f"the run directory takes no socket for {node}: {error.strerror}") from None
         return listening, lock
 
@@ -89,6 +94,11 @@ class RunDirectory:
             os.unlink(f"{node}.sock", dir_fd=self._fd)
         except FileNotFoundError:
             pass
+
+    def names(self) -> tuple[str, ...]:
+        """Nodes that have a socket here, in order; one whose process was killed leaves its own behind."""
+        found = (name.removesuffix(_SOCKET) for name in os.listdir(self._fd) if name.endswith(_SOCKET))
+        return tuple(sorted(filter(NODE_NAME.fullmatch, found)))
 
     def connect(self, node: str) -> socket.socket:
         """A connection to the process that is called so now."""
@@ -105,7 +115,7 @@ class RunDirectory:
             raise PeerTrouble("the peer is busy with others") from None
         except OSError:
             connection.close()
-            raise PeerTrouble("there is no such peer") from None
+            raise PeerTrouble("there is no such peer", absent=True) from None
         except PeerTrouble:
             connection.close()
             raise
@@ -124,6 +134,18 @@ def require_own_user(connection: socket.socket) -> None:
         raise PeerTrouble("the peer belongs to another user")
 
 
+def first_usable(folders: Sequence[Path]) -> Path:
+    """The first folder that is this user's alone, made where it is not there yet; BadConfig where none can be."""
+    trouble = BadConfig("there is no run directory: give --run-dir FOLDER")
+    for folder in folders:
+        try:
+            RunDirectory(folder).close()
+            return folder
+        except BadConfig as error:
+            trouble = error
+    raise trouble
+
+
 def _check_name(node: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node):
+    if not NODE_NAME.fullmatch(node):
         raise BadConfig("a node's name is of up to 64 letters, digits, dots and dashes")

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from janus_server.kv.vmm_cpu import CpuMemory, runs
 from janus_server.transfer import plane
@@ -23,7 +23,10 @@ from janus_server.transfer.frames import (
     Denial,
     Denied,
     Granted,
+    Held,
+    Holding,
     Link,
+    Look,
     PeerTrouble,
     Release,
     Run,
@@ -44,9 +47,16 @@ class PeerServer:
     """A node's socket and the connections to it. Everything here runs on the loop."""
 
     def __init__(
-        self, peering: Peering, memory: CpuMemory, grants: Grants, offers: Callable[[str], Offer | None]
+        self,
+        peering: Peering,
+        memory: CpuMemory,
+        grants: Grants,
+        offers: Callable[[str], Offer | None],
+        models: Sequence[str] = (),
     ) -> None:
+        """models are those that whoever looks is told of, where offers(model) has something to say."""
         self._peering = peering
+        self._models = tuple(models)
         self._page_bytes = memory.page_bytes
         self._grants = grants
         self._offers = offers
@@ -102,6 +112,9 @@ class PeerServer:
     async def _answer(self, link: Link) -> None:
         limit_s = self._peering.reply_s
         ask = await link.receive(QUESTIONS, ASK_MOST_BYTES, limit_s)
+        if isinstance(ask, Look):
+            await link.send(Holding(self._peering.node, self._peering.incarnation, self._holding()), limit_s)
+            return
         if not isinstance(ask, Ask):
             raise PeerTrouble("the peer spoke out of turn")
         given = self._grants.give(ask, self._offers, self._lasts_s)
@@ -124,6 +137,14 @@ class PeerServer:
                         return
         finally:
             self._grants.release(grant)
+
+    def _holding(self) -> tuple[Held, ...]:
+        found = ((name, self._offers(name)) for name in self._models)
+        return tuple(
+            Held(name, offer.layout, offer.checkpoint, offer.size_bytes, len(self._grants.readers(name)))
+            for name, offer in found
+            if offer is not None
+        )
 
     def _granted(self, given: Given) -> Granted:
         grant = given.grant

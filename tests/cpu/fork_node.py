@@ -21,7 +21,7 @@ from typing import Any
 from janus_server.config import serve_config
 from janus_server.lifecycle import Lifecycle
 from janus_server.node import Node
-from janus_server.orders import Done, Failed, Order, Stage, Verb, Wish
+from janus_server.orders import Done, Failed, Lost, Order, Stage, Verb, Wish
 from janus_server.transfer.rundir import Peering
 from janus_server.types import PageKind, Request, Sampling
 
@@ -71,9 +71,11 @@ async def wish(node: Node, model: str, what: Wish, source: str | None = None) ->
 
 
 async def order(node: Node, model: str, verb: Verb, source: str | None = None, number: int = 0) -> Done | Failed:
-    """One order, past the Brain: what it ended with."""
+    """One order, past the Brain: what it ended with. The Brain is told where the model stands now."""
     end = await life(node).obey(Order(1, number or next(_NUMBERS), "", model, verb, "a test", source))
     assert end is not None
+    assert node._leader is not None
+    node._leader.tell(Lost(node._leader._node, model, end.stage, end.copy))
     return end
 
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from janus_server.admission import Admission, QueueBounds
 from janus_server.api.bodies import Limits
+from janus_server.applications import Applications
 from janus_server.http.app import build_app
 from janus_server.http.edge import build_runner
 from janus_server.http.gate import Gate, Places
@@ -79,6 +80,7 @@ async def served(
     keys: KeyRing = NO_KEYS,
     places: Places = OPEN,
     queue: QueueBounds = ROOMY,
+    applications: Applications | None = None,
 ) -> AsyncIterator[Server]:
     """The node, behind a real socket; at the end no request may be left in its engine, and no grant."""
     model = model or FakeModel()
@@ -87,7 +89,8 @@ async def served(
     metrics = Metrics()
     admission = Admission(queue, queue, keys.limits())
     gate = Gate(places, keys, metrics)
-    runner = build_runner(build_app(node, metrics=metrics, limits=limits, admission=admission), limits, gate)
+    app = build_app(node, metrics=metrics, limits=limits, admission=admission, applications=applications)
+    runner = build_runner(app, limits, gate)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server = Server(model, node, runner.addresses[0][1])

@@ -11,10 +11,12 @@ import numpy as np
 from janus_server.kernels.table import DType, Kernels
 from janus_server.kv.blocks import KvPages
 from janus_server.kv.prefix import PrefixCache
+from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.kv.xtensor import XTensor, kv_layout
 from janus_server.model.decoder import Decoder
 from janus_server.model.load import load_weights, open_checkpoint, plan_layout
 from janus_server.model.runner import Runner
+from janus_server.model.scratch import READ_ROWS, StepSize, scratch_bytes, scratch_of
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 from janus_server.types import Batch, Chunk, Emit, FinishReason, Request, Sampled, SampleSpec, Sampling, TokenLogprob
@@ -36,13 +38,15 @@ class LocalEngine:
         memory_bytes: int = 64 << 20,
         context_tokens: int = 256,
         max_rows: int = 512,
+        window: np.ndarray | None = None,
     ) -> None:
+        """window is the scratch that steps compute in, where it is to be shared with others."""
         checkpoint = open_checkpoint(path, dtype)
         if rest is not None:  # what is not quantised, and the cache
             spec = msgspec.structs.replace(checkpoint.spec, dtype=rest)
             checkpoint = dataclasses.replace(checkpoint, spec=spec)
         self.spec = spec = checkpoint.spec
-        self.xtensor = XTensor(memory_bytes, page_bytes)
+        self.xtensor = XTensor(CpuMemory(max(1, memory_bytes // page_bytes), page_bytes))
         plan = plan_layout(checkpoint, kernels)
         self.memory = self.xtensor.weights("m", plan.total_bytes)
         assert self.memory.reserve()
@@ -60,8 +64,11 @@ class LocalEngine:
         self.kernels = kernels
         self.context_tokens = context_tokens
         self.kv = KvPages(self.xtensor.pool, "m", kv.page_tokens)
+        size = StepSize(max_rows, min(128, max_rows), min(READ_ROWS, max_rows))
+        if window is None:
+            window = aligned(scratch_bytes(spec, kernels, size))
         self.runner = Runner(
-            Decoder(spec, self.weights, kernels, cache, context_tokens, max_rows),
+            Decoder(spec, self.weights, kernels, cache, context_tokens, scratch_of(spec, kernels, size, window)),
             kernels,
             self.xtensor.slab,
             page_bytes,
@@ -169,6 +176,13 @@ class LocalEngine:
             Sampled(forced[name[0]][spec.position]) if name[0] in forced else one
             for one, name, spec in zip(drawn, names, specs, strict=True)
         ]
+
+
+def aligned(size_bytes: int) -> np.ndarray:
+    """Flat uint8 memory that begins at a multiple of 64 bytes, full of what NaN looks like."""
+    memory = np.full(size_bytes + 64, 0xFF, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size_bytes]
 
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:

@@ -27,7 +27,8 @@ from janus_server.api.admin import AdminError, ManagedList, ManagedModel, Memory
 
 NAMES = ("a", "org/b", "c")
 PAGE = 64 << 10
-FLAGS = ("--memory", "1408KiB", "--page-size", "64KiB", "--kernels", "cpu", "--threads", "1", "--host-memory", "16MiB")
+# 9 pages of weights each; a quarter of the other 16 is scratch; two models do not fit beside a longest sequence of 5.
+FLAGS = ("--memory", "1600KiB", "--page-size", "64KiB", "--kernels", "cpu", "--threads", "1", "--host-memory", "16MiB")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +235,7 @@ def test_a_busy_model_is_drained_before_it_sleeps(admin: Admin) -> None:
 
 @pytest.mark.parametrize(("path", "status", "code"), [
     ("/admin/models/nobody/load", 404, "model_not_found"), ("/admin/models/a/explode", 404, "not_found"),
-    ("/admin/models/a/fork", 404, "not_found"), ("/admin/models/load", 404, "not_found"),
+    ("/admin/models/nobody/fork", 404, "model_not_found"), ("/admin/models/load", 404, "not_found"),
     ("/admin/models/a/load?wait=soon", 400, "invalid_value"), ("/admin/models/a/load?wait=nan", 400, "invalid_value"),
     ("/admin/models/a/load?wait=-1", 400, "invalid_value"), ("/admin/models/a/load?wait=1e9", 400, "invalid_value"),
 ])  # fmt: skip
@@ -254,7 +255,8 @@ def test_the_map_adds_up_to_the_pool_and_shows_a_running_request(admin: Admin) -
         held = {(total.model, total.kind): total.pages for total in found.totals}
         assert held["a", "weights"] == 9
         assert held["a", "kv"] >= 1
-        assert found.runs[-1].kind == "kv"  # from the high end
+        assert [(run.kind, run.model) for run in found.runs[-2:]] == [("kv", "a"), ("scratch", "(device)")]
+        assert held["(device)", "scratch"] == found.runs[-1].count == 4
         one = next(m for m in found.models if m.model == "a")
         assert one.weight_extents >= 1
         assert 0 <= one.weight_waste_bytes < PAGE
@@ -271,7 +273,7 @@ def test_the_map_adds_up_to_the_pool_and_shows_a_running_request(admin: Admin) -
 
 
 def adds_up(found: MemoryMap) -> None:
-    assert (found.page_bytes, found.pool_pages) == (PAGE, 22)
+    assert (found.page_bytes, found.pool_pages) == (PAGE, 25)
     at = 0
     for run in found.runs:
         assert run.first == at
@@ -382,7 +384,7 @@ def test_the_document_tells_of_the_admin_routes_and_who_may_call_them(server: Se
     found = {path: set(item) for path, item in tree["paths"].items() if path.startswith("/admin")}
     assert found == {
         "/admin/models": {"get"}, "/admin/models/{model}/{wish}": {"post"}, "/admin/memory": {"get"},
-        "/admin/events": {"get"},
+        "/admin/events": {"get"}, "/admin/models/{model}/fork": {"post"}, "/admin/peers": {"get"},
     }  # fmt: skip
     wish = tree["paths"]["/admin/models/{model}/{wish}"]["post"]
     assert {"200", "202", "401", "403", "404", "409", "503", "504"} <= set(wish["responses"])
@@ -453,10 +455,11 @@ def test_janus_memory_draws_the_pool(admin: Admin) -> None:
     done = command("memory", "--url", admin.url)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("1.38 MiB in 22 pages of 64 KiB")
+    assert lines[0].startswith("1.56 MiB in 25 pages of 64 KiB")
     drawn = "".join(lines[1 : lines.index("")])
-    assert len(drawn) == 22
-    assert drawn.count("A") == 9
+    assert len(drawn) == 25
+    assert drawn.count("A") == 9 and drawn.endswith("####")
+    assert "# is scratch for the steps of all models: 256 KiB" in lines
     assert re.search(r"^Bb  org/b", done.stdout, re.MULTILINE)
     as_json = command("memory", "--json", "--url", admin.url)
     adds_up(msgspec.json.decode(as_json.stdout, type=MemoryMap))
@@ -473,7 +476,7 @@ def test_janus_memory_goes_on_until_it_is_interrupted(admin: Admin) -> None:
         assert running.stdout is not None
         seen = 0
         while seen < 2:
-            seen += running.stdout.readline().startswith("1.38 MiB in 22 pages")
+            seen += running.stdout.readline().startswith("1.56 MiB in 25 pages")
         running.send_signal(signal.SIGINT)
         running.stdout.read()
         assert running.wait(30) == 0

@@ -25,7 +25,7 @@ from local_engine import LocalEngine
 from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.executor import Cancel, StepReport, Submit
-from janus_server.flow import Flow
+from janus_server.flow import AtOnce, Flow
 from janus_server.grammar.compile import Grammars
 from janus_server.instance import Call, ServedModel, Streams
 from janus_server.kernels.table import DType
@@ -155,7 +155,7 @@ async def run(engine: LocalEngine, load: list[Job], rng: random.Random | None = 
     card = types.ModelCard("m", 0, engine.context_tokens, 0, 0, "float32", "llama")
     target = Target("m", engine.context_tokens, VOCAB, (EOS,), Sampling())
     streams = Streams()
-    flow = Flow("m", Orders(engine), lambda: None)  # type: ignore[arg-type]
+    flow = Flow("m", Orders(engine), AtOnce())  # type: ignore[arg-type]
     flow.serve()
     model = ServedModel(card, target, Letters(), flow, streams)  # type: ignore[arg-type]
     heard: dict[str, Said] = {}

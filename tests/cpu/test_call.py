@@ -12,7 +12,7 @@ from janus_server import types
 from janus_server.api.plan import Target
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, StepReport, Submit
-from janus_server.flow import Flow
+from janus_server.flow import AtOnce, Flow
 from janus_server.instance import Call, ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request, Sampling, TokenLogprob
 
@@ -46,7 +46,7 @@ class Served:
         self.device, self.streams = Device(), Streams()
         card = types.ModelCard("m", 0, 100, 0, 0, "float32", "llama")
         target = Target("m", 100, 20, (EOS,), Sampling())
-        flow = Flow("m", self.device, lambda: None)  # type: ignore[arg-type]
+        flow = Flow("m", self.device, AtOnce())  # type: ignore[arg-type]
         flow.serve()
         self.model = ServedModel(card, target, Letters(), flow, self.streams)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from janus_server.kv.blocks import KvPages
 from janus_server.kv.prefix import PrefixCache
 from janus_server.node import Node as ServerNode
 from janus_server.sched.batcher import Batcher, BatcherLimits
+from janus_server.sched.scarcity import Scarcity
 from janus_server.types import FinishReason, PageKind
 
 
@@ -219,3 +220,23 @@ def test_a_blocked_step_is_seen_from_outside_and_waiting_for_work_is_not(
     assert node.ends(1) == {("b", 0): FinishReason.LENGTH}
     while node.thread.stalled_s(later):
         time.sleep(0.001)
+
+
+def test_prefixes_that_nobody_uses_go_back_while_the_thread_rests(node: Node) -> None:
+    """Whole pages, and the loop is told."""
+    local = node.local
+    local.reset(prefix_caching=True)
+    local.scarcity = Scarcity(local.xtensor.pool, idle_s=0.2)
+    local.batcher._scarcity = local.batcher._placer._scarcity = local.scarcity
+    thread = DeviceThread(local.xtensor.pool, local.scarcity, node.reports.put, lambda page: None, lambda model: None)
+    thread.ask(lambda: thread.attach(Engine("m", local.batcher, local.runner)))
+    thread.start()
+    size = local.kv.page_tokens
+    thread.post(Submit("m", request("a", [5] * (2 * size + 1), 2), 0.0))
+    assert node.ends(1)
+    assert len(thread.ask(lambda: tuple(local.prefix._nodes)).result(30)) == 2
+    while local.kv.owner in (report := node.reports.get(timeout=30)).pages:
+        assert report.emits == []
+    assert report.free_pages == local.xtensor.pool.n_pages - local.memory.n_pages
+    thread.post(Stop())
+    thread.join(30)

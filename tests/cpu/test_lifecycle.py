@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from server_process import tiny_model
 
-from janus_server import lifecycle
+from janus_server import lifecycle, resident
 from janus_server.config import ServeConfig, serve_config
 from janus_server.errors import BadModel, Refused
 from janus_server.kv.xtensor import WeightMemory
@@ -21,7 +21,8 @@ from janus_server.node import Node
 from janus_server.orders import Stage, Wish
 from janus_server.types import FinishReason, PageKind, Request, Sampling
 
-# The tiny models take 9 pages of 64 KiB each; with 22 pages two of them never fit beside a longest sequence.
+# The tiny models take 9 pages of 64 KiB each; of 22 pages 3 are scratch, and two models never fit beside a longest
+# sequence.
 ROOM_FOR_ONE = "1408KiB"
 ROOM_FOR_ALL = "16MiB"
 
@@ -153,7 +154,7 @@ async def test_a_failure_on_the_way_up_leaves_the_model_where_it_was(
             elif place == "engine":
                 patch.setattr(lifecycle.Lifecycle, "_engine", fail)
             else:
-                patch.setattr(lifecycle, {"load": "load_weights", "move": "move"}[place], fail)
+                patch.setattr(resident, {"load": "load_weights", "move": "move"}[place], fail)
             with pytest.raises(Refused) as refusal:
                 await generate(node, "a", 16, 1)
             assert refusal.value.status == 503
@@ -175,7 +176,7 @@ async def test_a_failure_on_the_way_down_leaves_the_model_serving(
     async with opened(settings(models, ROOM_FOR_ALL)) as node:
         before = await generate(node, "a", 16)
         with monkeypatch.context() as patch:
-            patch.setattr(lifecycle, "move", fail)
+            patch.setattr(resident, "move", fail)
             assert node.ask("a", Wish.SLEEP).accepted
             await until(lambda: node.settled("a"))
         assert stage(node, "a") is Stage.ACTIVE
@@ -190,7 +191,7 @@ async def test_a_broken_checkpoint_refuses_its_requests_and_nothing_else(
         raise BadModel("/secret/path: injected")
 
     async with opened(settings(models, ROOM_FOR_ONE)) as node:
-        monkeypatch.setattr(lifecycle, "load_weights", broken)
+        monkeypatch.setattr(resident, "load_weights", broken)
         with pytest.raises(Refused) as refusal:
             await generate(node, "b")
         assert refusal.value.status == 503
@@ -219,7 +220,7 @@ async def test_closing_while_a_model_loads_ends_the_load_first(
 ) -> None:
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
-    real = lifecycle.load_weights
+    real = resident.load_weights
     ended = False
 
     def slow(*arguments: Any, **more: Any) -> Any:
@@ -234,7 +235,7 @@ async def test_closing_while_a_model_loads_ends_the_load_first(
             ended = True
 
     async with opened(settings(models, ROOM_FOR_ONE)) as node:
-        monkeypatch.setattr(lifecycle, "load_weights", slow)
+        monkeypatch.setattr(resident, "load_weights", slow)
         task = asyncio.create_task(generate(node, "b"))
         await started.wait()
         task.cancel()

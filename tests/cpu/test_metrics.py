@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from janus_server import types
 from janus_server.api.plan import Call, Kind, Label
+from janus_server.applications import Application
 from janus_server.gauges import OLD_NAMES, read
 from janus_server.metrics import CallWatch, Metrics
 
@@ -188,7 +189,8 @@ def watched(n: int = 1, max_tokens: int = 4) -> CallWatch:
         kind=Kind.CHAT, label=Label("r", 0, 0), model="m", requests=(request,), n=n, stream=True, include_usage=False,
         continuous_usage=False, logprobs=False, echo=("",),
     )  # fmt: skip
-    return CallWatch(Metrics().model("m"), call, arrived_s=100.0)
+    metrics = Metrics()
+    return CallWatch(metrics.model("m"), metrics.application(Application("m", "m")), call, arrived_s=100.0)
 
 
 def test_the_facts_of_a_call_are_its_times_and_counts() -> None:

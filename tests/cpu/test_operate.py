@@ -11,7 +11,7 @@ import pytest
 from server_process import tiny_model
 from test_lifecycle import ROOM_FOR_ALL, ROOM_FOR_ONE, generate, opened, settings, until
 
-from janus_server import lifecycle
+from janus_server import lifecycle, resident
 from janus_server.node import Node
 from janus_server.operate import End, Operator
 from janus_server.orders import Stage, Wish
@@ -31,7 +31,7 @@ def operator_of(node: Node) -> Operator:
 async def test_a_sleep_that_the_host_has_no_room_for_is_missed_not_waited_for(models: dict[str, Path]) -> None:
     async with opened(settings(models, ROOM_FOR_ALL, host_memory="1MiB")) as node:
         operator = operator_of(node)
-        assert operator.ask("a", Wish.SLEEP).accepted
+        assert (await operator.ask("a", Wish.SLEEP)).accepted
         assert await operator.until("a", Wish.SLEEP, 20.0) is End.MISSED
         assert node.stages()["a"] is Stage.COLD
         await generate(node, "a")
@@ -40,7 +40,7 @@ async def test_a_sleep_that_the_host_has_no_room_for_is_missed_not_waited_for(mo
 
 
 async def test_waiting_ends_with_what_comes_first(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = lifecycle.load_weights
+    real = resident.load_weights
 
     def slow(*arguments: Any, **more: Any) -> Any:
         time.sleep(0.3)
@@ -48,17 +48,17 @@ async def test_waiting_ends_with_what_comes_first(models: dict[str, Path], monke
 
     async with opened(settings(models, ROOM_FOR_ONE)) as node:
         operator = operator_of(node)
-        monkeypatch.setattr(lifecycle, "load_weights", slow)
-        assert operator.ask("b", Wish.LOAD).accepted
+        monkeypatch.setattr(resident, "load_weights", slow)
+        assert (await operator.ask("b", Wish.LOAD)).accepted
         assert await operator.until("b", Wish.LOAD, 0.05) is End.LATE
         found = operator.model("b")
         assert found.under_way is not None or found.goal == "active"
         assert await operator.until("b", Wish.LOAD, 20.0) is End.REACHED
         assert operator.model("b").held_pages == operator.model("b").weight_pages
         assert await operator.until("b", Wish.PIN, 0.0) is End.REACHED
-        operator.ask("a", Wish.EVICT)
+        await operator.ask("a", Wish.EVICT)
         assert await operator.until("a", Wish.EVICT, 20.0) is End.REACHED
-        operator.ask("b", Wish.SLEEP)
+        await operator.ask("b", Wish.SLEEP)
         operator.watch.close()
 
 
@@ -71,11 +71,11 @@ async def test_a_load_that_fails_is_missed_with_a_fixed_text(
     async with opened(settings(models, ROOM_FOR_ONE)) as node:
         operator = operator_of(node)
         with monkeypatch.context() as patch:
-            patch.setattr(lifecycle, "load_weights", fail)
-            operator.ask("b", Wish.LOAD)
+            patch.setattr(resident, "load_weights", fail)
+            await operator.ask("b", Wish.LOAD)
             assert await operator.until("b", Wish.LOAD, 20.0) is End.MISSED
         assert operator.model("b").trouble == lifecycle.UNREADABLE
-        operator.ask("b", Wish.LOAD)
+        await operator.ask("b", Wish.LOAD)
         assert await operator.until("b", Wish.LOAD, 20.0) is End.REACHED
         assert operator.model("b").trouble is None
 
@@ -119,4 +119,5 @@ async def test_a_model_that_was_torn_down_is_shown_as_such(models: dict[str, Pat
         await until(lambda: operator.model("a").trouble is not None)
         assert "secret" not in str(operator.model("a").trouble)
         found = operator.memory(await operator.survey())
-        assert found.free_pages == found.pool_pages
+        assert {total.kind for total in found.totals} <= {"scratch"}
+        assert found.free_pages + sum(total.pages for total in found.totals) == found.pool_pages

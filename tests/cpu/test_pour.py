@@ -10,7 +10,7 @@ from fake_engine import ByteTokenizer
 
 from janus_server.errors import Bug
 from janus_server.executor import StepReport
-from janus_server.flow import Flow
+from janus_server.flow import AtOnce, Flow
 from janus_server.instance import ServedModel, Streams
 from janus_server.types import Emit, FinishReason, Request
 
@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.streams = Streams()
-        flow = Flow("m", Device(), lambda: None)  # type: ignore[arg-type]
+        flow = Flow("m", Device(), AtOnce())  # type: ignore[arg-type]
         flow.serve()
         nothing: Any = None
         tokenizer: Any = ByteTokenizer()

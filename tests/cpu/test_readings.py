@@ -11,7 +11,7 @@ from checkpoints import hf_folder
 from kernel_cases import open_table
 from local_engine import LocalEngine, request
 
-from janus_server.model.decoder import READ_ROWS
+from janus_server.model.scratch import READ_ROWS
 from janus_server.types import FinishReason, Pooling, TokenLogprob
 
 VOCAB = 320

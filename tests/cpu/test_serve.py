@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import openai
 import pytest
 from server_process import REPO, Server, post, tiny_model
 
+from janus_server.catalogue import SCRATCH_SHARE
 from janus_server.kernels.choose import choose
 from janus_server.kernels.table import DType
 from janus_server.kv.blocks import pages_for
@@ -139,7 +141,8 @@ def test_64_streams_with_kv_memory_for_8_all_finish(model: Path) -> None:
     weights, kernels = weight_pages(model)
     token_bytes = 3 * 2 * 2 * 16 * 4
     one = pages_for(80, PAGE // token_bytes)
-    memory = (weights + 8 * one) * PAGE
+    beside = next(pages for pages in itertools.count() if pages - pages // SCRATCH_SHARE == 8 * one)
+    memory = (weights + beside) * PAGE
     with Server(f"a={model}", "--memory", str(memory), "--page-size", str(PAGE), "--kernels", kernels) as server:
 
         async def run() -> list[int]:
@@ -163,6 +166,7 @@ def test_64_streams_with_kv_memory_for_8_all_finish(model: Path) -> None:
         prefix = metrics.get("janus_pool_pages{kind=kv,model_name=a}", 0)
         free = metrics["janus_pool_free_pages{}"]
         assert free + prefix == 8 * one
+        assert metrics["janus_pool_pages{kind=scratch,model_name=(device)}"] == beside - 8 * one
         assert server.stop() == 0
         assert "Bug" not in server.log
 

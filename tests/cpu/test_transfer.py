@@ -98,7 +98,7 @@ def test_a_pull_puts_every_run_where_it_belongs_and_nothing_else(pages: tuple[in
     handle = plane.register(memory)
     around = np.full(size + 128, 9, np.uint8)
     rate = cut.draw(st.sampled_from([None, 1e9, 1e5 * 8]))
-    plane.pull(handle, _pieces(granted, size), around[64 : 64 + size], Pace(lambda done: None, lambda: True, rate))
+    plane.pull(handle, _pieces(granted, size), around[64 : 64 + size], Pace(lambda done: None, lambda: True, lambda: rate))
     expected = np.concatenate([memory.slab[p * 4096 : (p + 1) * 4096] for p in pages])[:size]
     assert np.array_equal(around[64 : 64 + size], expected)
     assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {9}
@@ -112,7 +112,7 @@ def test_a_stopped_pull_writes_nothing_more() -> None:
     handle = plane.register(memory)
     target = np.zeros(64 * 4096, np.uint8)
     seen: list[int] = []
-    pace = Pace(seen.append, lambda: len(seen) < 3, 4096 / 0.05)
+    pace = Pace(seen.append, lambda: len(seen) < 3, lambda: 4096 / 0.05)
     with pytest.raises(Stopped):
         plane.pull(handle, [plane.Piece(0, 0, 64 * 4096)], target, pace)
     assert seen == [4096, 8192, 12288]

@@ -15,7 +15,7 @@ from typing import Any
 from harness import fuzz
 
 from janus_server.executor import Cancel, StepReport
-from janus_server.flow import Flow
+from janus_server.flow import AtOnce, Flow
 from janus_server.instance import ServedModel, Streams
 from janus_server.types import Delta, Emit, FinishReason, Request
 
@@ -140,7 +140,7 @@ async def run(case: Case) -> tuple[list[Delta], list[Any]]:
     tokenizer: Any = Vocabulary(case.vocabulary, case.special, case.strips)
     card: Any = type("Card", (), {"id": "m"})
     nothing: Any = None
-    flow = Flow("m", device, lambda: None)  # type: ignore[arg-type]
+    flow = Flow("m", device, AtOnce())  # type: ignore[arg-type]
     flow.serve()
     model = ServedModel(card, nothing, tokenizer, flow, streams)
     request = Request(

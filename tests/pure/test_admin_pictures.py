@@ -16,6 +16,9 @@ from janus_server.api.admin import (
     ManagedModel,
     MemoryMap,
     PageRun,
+    PeerList,
+    PeerModel,
+    PeerNode,
     Survey,
     Taking,
     UnderWay,
@@ -115,6 +118,7 @@ def managed(**more: object) -> ManagedModel:
         "model": "a", "stage": "cold", "goal": None, "under_way": None, "pinned": False, "draining": False,
         "running": 0, "held": 0, "idle_s": None, "weight_pages": 9, "weight_bytes": 534272, "held_pages": 0,
         "kv_pages": 0, "host_copy_bytes": 0, "load_s": 1.0, "wake_s": 0.1, "trouble": None,
+        "prepared": False, "origin": None, "source": None,
     }  # fmt: skip
     return ManagedModel(**{**plainly, **more})  # type: ignore[arg-type]
 
@@ -125,6 +129,8 @@ def managed(**more: object) -> ManagedModel:
         ({}, ""),
         ({"goal": "active"}, "to be active"),
         ({"pinned": True, "draining": True}, "draining, pinned"),
+        ({"stage": "active", "origin": "fork", "source": "n1", "prepared": True}, "from n1"),
+        ({"prepared": True}, "prepared"),
         ({"trouble": "no\x1b[2J room"}, "no[2J room"),
         (
             {"under_way": UnderWay(order=1, verb="load", why="", for_s=1.0, done_bytes=45, total_bytes=100)},
@@ -140,6 +146,23 @@ def test_what_is_out_of_the_ordinary_is_noted(more: dict[str, object], expected:
 def test_a_row_says_where_a_model_stands() -> None:
     one = managed(stage="active", idle_s=1.25, kv_pages=3, running=2, held=1, host_copy_bytes=2 << 20)
     assert models.row(one) == ("a", "active", "522 KiB", "3", "2 MiB", "2", "1", "1.25 s", "")
+
+
+def test_peers_are_shown_with_what_they_offer() -> None:
+    offered = PeerModel(model="a", bytes=1, readers=0, why=None)
+    other = PeerModel(model="b", bytes=1, readers=0, why="it is another checkpoint of that name")
+    peers = PeerList(
+        object="list", node="n0",
+        data=[
+            PeerNode(node="n1", models=[offered, other], trouble=None), PeerNode(node="n2", models=[], trouble=None),
+            PeerNode(node="n3", models=[], trouble="the peer did not answer in time"),
+        ],
+    )  # fmt: skip
+    assert models.peer_lines(peers) == [
+        "this is node n0; its peers:", "  n1  has a; b: it is another checkpoint of that name",
+        "  n2  has nothing to copy", "  n3  the peer did not answer in time",
+    ]  # fmt: skip
+    assert models.peer_lines(PeerList(object="list", node="n0", data=[])) == ["this is node n0; it sees no peer"]
 
 
 def test_columns_are_aligned() -> None:

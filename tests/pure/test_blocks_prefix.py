@@ -93,6 +93,26 @@ class TestKvPages:
         assert pool.held() == {a.owner: 1, b.owner: 1}
         assert a.drop(mine) and b.drop(theirs)
 
+    def test_nothing_is_taken_above_the_ceiling_or_from_another_models_floor(self) -> None:
+        pool = PagePool(8)
+        a, b = KvPages(pool, "a", 2, 3, 4), KvPages(pool, "b", 2, 2)
+        a.keep_floor(), b.keep_floor()
+        mine = _take(a, 3)
+        assert (a.surplus, a.available, a.above_ceiling(1), a.above_ceiling(3)) == (0, 3, 0, 2)
+        assert a.take(2) is None and pool.free_pages == 5
+        mine += _take(a, 1)
+        assert (a.surplus, b.available) == (1, 4)
+        assert _take(b, 4) and b.take(1) is None
+        a.drop(mine[0]), a.drop(mine[1])
+        assert (b.surplus, b.available) == (2, 1)
+        b.drop_floor(), a.drop_floor()
+        assert (a.available, b.available) == (2, 2)
+        pool.check()
+
+    def test_a_floor_above_its_ceiling_is_a_bug(self) -> None:
+        with pytest.raises(Bug):
+            KvPages(PagePool(4), "a", 2, 3, 2)
+
 
 class TestPrefixCache:
     def test_docstring_example(self) -> None:
@@ -193,6 +213,39 @@ class TestPrefixCache:
         _drop(kv, held)
         assert (cache.evict(9), len(cache), kv.held) == (2, 0, 0)
 
+    def test_what_nobody_used_for_so_many_whole_periods_goes_back(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        for tokens in ([1, 1, 2, 2], [3, 3]):
+            for page in cache.publish(tokens, _take(kv, len(tokens) // 2)):
+                kv.drop(page)
+        assert [cache.age(2), cache.age(2)] == [0, 0]
+        _drop(kv, cache.match([1, 1, 9], 2))
+        assert (cache.age(2), kv.held) == (2, 1), "the leaf that was not matched, and the other root"
+        assert _cached(kv, cache, [1, 1])
+        assert [cache.age(2) for _ in range(3)] == [0, 1, 0] and kv.held == 0
+
+    def test_what_a_sequence_holds_does_not_age_nor_do_its_parents(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        pages = cache.publish([1, 1, 2, 2, 3, 3], _take(kv, 3))
+        kv.drop(pages[2])
+        assert [cache.age(1) for _ in range(9)] == [0, 1, *[0] * 7] and len(cache) == 2
+        kv.drop(pages[0]), kv.drop(pages[1])
+        # Touched on the eighth at the latest: it counts from its last check in use, a period at most after its end.
+        assert sum(cache.age(1) for _ in range(2)) == 2 and kv.held == 0
+
+    def test_a_leaf_in_use_stays_before_its_younger_parent(self) -> None:
+        kv = _kv()
+        cache = PrefixCache(kv, b"s")
+        pages = cache.publish([1, 1, 2, 2], _take(kv, 2))
+        cache.age(2), cache.age(2)
+        _drop(kv, cache.match([1, 1], 2))
+        assert cache.age(2) == 0
+        for page in pages:
+            kv.drop(page)
+        assert cache.evict(1) == 1 and _cached(kv, cache, [1, 1])
+
     def test_clear_forgets_everything_once_no_sequence_is_left(self) -> None:
         kv = _kv()
         cache = PrefixCache(kv, b"s")
@@ -255,6 +308,7 @@ def _cached(kv: KvPages, cache: PrefixCache, tokens: list[int]) -> bool:
 class _Entry:
     page: int
     used: int
+    period: int = 0
 
 
 Prefix = tuple[int, ...]
@@ -271,6 +325,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.cache = PrefixCache(self.kv, b"s")
         self.known: dict[Prefix, _Entry] = {}
         self.clock = 0
+        self.period = 0
         self.holders: list[list[int]] = []
 
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -324,6 +379,22 @@ class CacheAgainstDict(RuleBasedStateMachine):
         for prefix in reversed(path):
             self.clock += 1
             self.known[prefix].used = self.clock
+            self.known[prefix].period = self.period
+
+    @rule(periods=st.integers(1, 3))
+    def age(self, periods: int) -> None:
+        """What is old goes unless it is held; what is held and old counts as used now, leaves before parents."""
+        self.period += 1
+        pinned = {page for pages in self.holders for page in pages}
+        old = [p for p, e in self.known.items() if e.period < self.period - periods]
+        gone = [p for p in old if self.known[p].page not in pinned]
+        held = self.kv.held
+        assert self.cache.age(periods) == len(gone) == held - self.kv.held
+        for prefix in gone:
+            del self.known[prefix]
+        for prefix in sorted((p for p in old if p in self.known), key=lambda p: self.known[p].used):
+            if self.known[prefix].period < self.period - periods:
+                self._touch([prefix[:end] for end in range(self.T, len(prefix) + 1, self.T)])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -354,6 +425,10 @@ class CacheAgainstDict(RuleBasedStateMachine):
         refs.update(entry.page for entry in self.known.values())
         assert dict(self.kv._refs) == dict(refs)
         assert len(self.cache) == len(self.known)
+        order = {node.key: i for i, node in enumerate(self.cache._nodes.values())}
+        for node in self.cache._nodes.values():
+            assert node.parent is not None
+            assert node.parent.parent is None or order[node.parent.key] > order[node.key], "a parent would go first"
 
 
 def _common(a: Prefix, b: list[int]) -> int:

@@ -25,7 +25,8 @@ from janus_server.orders import (
     Wanted,
     Wish,
 )
-from janus_server.sched.brain import Brain, BrainSettings
+from janus_server.sched.brain import Brain
+from janus_server.sched.state import BrainSettings
 
 
 def known(name: str, weight_pages: int = 40, longest_pages: int = 10, **more: object) -> KnownModel:
@@ -65,7 +66,7 @@ def test_a_wanted_model_is_loaded_once() -> None:
     assert b.on(Wanted("a"), 1.1) == []
     assert b.on(Done(load.id, Stage.ACTIVE, copy=False, took_s=0.5), 1.5) == []
     assert b.on(Wanted("a"), 1.6) == []
-    assert b.stages() == {"a": Stage.ACTIVE}
+    assert b.stages("n0") == {"a": Stage.ACTIVE}
 
 
 def test_the_least_recently_used_idle_model_makes_room_and_keeps_a_copy() -> None:
@@ -85,7 +86,7 @@ def test_a_busy_model_is_drained_only_after_patience_and_its_stay() -> None:
     active(b, "a", 1.0)
     b.on(Report("n0", {"a": Busy(1, 0, 0.0)}), 2.0)
     assert b.on(Wanted("b"), 2.0) == []
-    assert b.next_wake() == 5.0  # four seconds after a became Active
+    assert b.next_wake(0.0) == 5.0  # four seconds after a became Active
     assert said(b.on(Tick(), 5.0)) == ["drain a"]
     assert b.on(Wanted("a"), 5.5) == []  # new requests for a wait their turn
     sleep = first(b.on(Report("n0", {"a": Busy(0, 0, 0.0)}), 6.0))
@@ -109,7 +110,7 @@ def test_failures_are_tried_again_then_those_who_wait_are_refused() -> None:
     b = brain(known("a"), tries=2, backoff_s=1.0)
     load = first(b.on(Wanted("a"), 0.0))
     assert b.on(Failed(load.id, Stage.COLD, False, "the file went away"), 1.0) == []
-    assert b.next_wake() == 2.0
+    assert b.next_wake(0.0) == 2.0
     again = first(b.on(Tick(), 2.0))
     refusal = b.on(Failed(again.id, Stage.COLD, False, "the file went away"), 3.0)
     assert refusal == [Refuse("a", "the file went away", 2.0)]
@@ -176,14 +177,14 @@ def test_asking_again_for_what_is_under_way_is_accepted_and_orders_nothing_more(
         assert answer.accepted
     b.on(Done(load.id, Stage.ACTIVE, copy=False, took_s=1.0), 1.0)
     b.on(Report("n0", {"a": Busy(0, 0, 0.0)}), 1.0)
-    assert b.settled("a")
+    assert b.settled("n0", "a")
     sleep = first(b.on(Asked("a", Wish.SLEEP), 2.0)[1:])
     (answer,) = b.on(Asked("a", Wish.SLEEP), 2.1)
     assert isinstance(answer, orders.Answer)
     assert answer.accepted
     b.on(Done(sleep.id, Stage.WARM, copy=True, took_s=0.1), 2.2)
-    assert b.settled("a")
-    assert not b.standing("a").draining
+    assert b.settled("n0", "a")
+    assert not b.standing("n0", "a").draining
 
 
 def test_a_sleep_that_the_host_had_no_room_for_is_over_and_not_asked_of_the_model_again() -> None:
@@ -197,8 +198,8 @@ def test_a_sleep_that_the_host_had_no_room_for_is_over_and_not_asked_of_the_mode
         unload = first(b.on(Asked("a", Wish.SLEEP), 2.0)[1:])
         assert unload.verb is Verb.UNLOAD
         b.on(Done(unload.id, Stage.COLD, copy=False, took_s=0.1), 2.1)
-        assert b.settled("a")
-    assert b.stages() == {"a": Stage.ACTIVE}
+        assert b.settled("n0", "a")
+    assert b.stages("n0") == {"a": Stage.ACTIVE}
 
 
 def test_a_wish_outlives_the_clients_who_wanted_the_same() -> None:
@@ -208,7 +209,7 @@ def test_a_wish_outlives_the_clients_who_wanted_the_same() -> None:
     b.on(Wanted("a"), 1.0)
     b.on(Asked("a", Wish.LOAD), 1.1)
     b.on(orders.Unwanted("a"), 1.2)
-    assert not b.settled("a")
+    assert not b.settled("n0", "a")
     assert said(b.on(Report("n0", {"b": Busy(0, 0, 1.0)}), 2.0)) == ["sleep b"]
 
 
@@ -271,11 +272,12 @@ class World:
         assert not any(self.waiting.values())
 
     def tell(self, event: orders.Event) -> None:
-        report = Report("n0", {m: Busy(self.running[m], 0, self.now - self.ended_s[m]) for m in self.models})
+        up = [m for m in self.models if self.stage[m] is Stage.ACTIVE]
+        report = Report("n0", {m: Busy(self.running[m], 0, self.now - self.ended_s[m]) for m in up})
         for each in (report, event):
             for action in self.brain.on(each, self.now):
                 self.obey(action)
-        due_s = self.brain.next_wake()
+        due_s = self.brain.next_wake(0.0)
         if due_s is not None:
             self.later(max(0.0, due_s - self.now), "tick")
 
@@ -309,7 +311,8 @@ class World:
               or (m in self.open and self.open[m].verb in (Verb.LOAD, Verb.WAKE))]  # fmt: skip
         weights = sum(self.models[m].weight_pages for m in up)
         floors = sum(self.models[m].floor_pages for m in up)
-        assert weights + max([floors, *(self.models[m].longest_pages for m in up)]) <= self.pool
+        beyond = max([0, *(self.models[m].longest_pages - self.models[m].floor_pages for m in up)])
+        assert weights + floors + beyond <= self.pool, "the longest sequence could not finish beside all floors"
         copies = sum(self.models[m].host_bytes for m in self.models
                      if (self.copy[m] and (m not in self.open or self.open[m].verb is not Verb.EVICT))
                      or (m in self.open and self.open[m].verb is Verb.SLEEP))  # fmt: skip

@@ -136,7 +136,7 @@ def test_every_key_that_is_mistyped_is_refused_with_its_right_spelling(key: str,
 
 def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
     fields = [setting.field for setting in SETTINGS]
-    assert sorted(fields) == sorted(set(ServeConfig.__struct_fields__) - {"models", "keys"})
+    assert sorted(fields) == sorted(set(ServeConfig.__struct_fields__) - {"models", "applications", "keys"})
     assert len({flag for setting in SETTINGS for flag in setting.flags}) == len(SETTINGS)
 
 
@@ -188,6 +188,8 @@ def test_choices_and_truths_become_records(checkpoint: Path) -> None:
     assert (config.dtype, config.kernels) == (DTypeChoice.FLOAT32, KernelChoice.TORCH_REF)
     assert (config.prefix_cache, config.max_model_len, config.page_bytes) == (False, 4000, 65536)
     assert serve_config([str(checkpoint)], sets=["max_model_len=auto"]).max_model_len is None
+    idle = [serve_config([str(checkpoint)], sets=sets).prefix_idle_s for sets in ([], ["prefix_idle=never"])]
+    assert idle == [300.0, None]
 
 
 def test_lists_of_hosts_and_origins(checkpoint: Path, tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ class Scenario:
     cancels: tuple[Cancel, ...]
     turns: tuple[int, ...]
     teardown_round: int | None
+    floors: tuple[int, ...]
+    ceilings: tuple[int | None, ...]
+    cuts: tuple[int | None, ...]  # how many tokens of prompts a step may compute, step by step
 
 
 def scenario(pick: Pick) -> Scenario:
@@ -111,11 +114,17 @@ def scenario(pick: Pick) -> Scenario:
         prefix_caching=pick(0, 3) != 0,
     )
     turns = tuple(pick(0, 3) for _ in range(6))
-    pool_pages = capacity + weight_pages + pick(0, 3) * pick(0, 3)
+    cuts = tuple(pick(0, 6) or None for _ in range(3))
+    slack = pick(0, 3) * pick(0, 3)
     teardown = pick(1, 12) if pick(0, 7) == 0 else None
+    floors = tuple(pick(0, capacity + 3) if pick(0, 2) == 0 else 0 for _ in range(models))
+    ceilings = tuple(max(capacity, f) + pick(0, 2) if pick(0, 2) == 0 else None for f in floors)
+    # As `pages_needed` plans: room for every floor, and for the longest sequence beyond its own.
+    pool_pages = weight_pages + sum(floors) + max(0, capacity - min(floors)) + slack
     return Scenario(
-        page_tokens, pool_pages, weight_pages, models, limits, tuple(arrivals), tuple(cancels), turns, teardown
-    )
+        page_tokens, pool_pages, weight_pages, models, limits, tuple(arrivals), tuple(cancels), turns, teardown,
+        floors, ceilings, cuts,
+    )  # fmt: skip
 
 
 def _prompt(pick: Pick, earlier: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -143,6 +152,7 @@ def _request(pick: Pick, name: str, prompt: tuple[int, ...]) -> Request:
         n=pick(1, 4) if pick(0, 1) else 1,
         sampling=Sampling(seed=pick(0, 2), presence_penalty=1.0 if history else 0.0),
         stop_ids=tuple(range(pick(0, 3))),
+        priority=pick(-2, 2) if pick(0, 3) == 0 else 0,
         prompt_logprobs=pick(0, 2) if kind < 6 else None,
     )
 
@@ -180,7 +190,7 @@ class World:
             weights.commit()
         self.batchers = []
         for model in range(plan.models):
-            kv = KvPages(self.pool, f"m{model}", plan.page_tokens)
+            kv = KvPages(self.pool, f"m{model}", plan.page_tokens, plan.floors[model], plan.ceilings[model])
             batcher = Batcher(kv, PrefixCache(kv, b"secret"), self.scarcity, plan.limits)
             batcher._placer = Doubter(kv, batcher.prefix, self.scarcity, plan.limits.prefix_caching)
             self.batchers.append(batcher)
@@ -254,15 +264,19 @@ class World:
         batcher = self.batchers[model]
         before = {s.number for s in batcher.running}
         starved = [b.starved.order for b in self.batchers if b is not batcher and b.starved is not None]
-        batch = batcher.plan(0.0)
-        for seq in batcher.running:
-            assert seq.number in before or not starved or seq.order <= min(starved), "a younger model pushed in"
+        secure = [(b, b.kv.held, list(b.running)) for b in self.batchers if b is not batcher and not b.kv.surplus]
+        batch = batcher.plan(0.0, self.plan.cuts[self.steps[model] % len(self.plan.cuts)])
+        for other, pages, running in secure:
+            assert (other.kv.held, other.running) == (pages, running), "a model was pressed below its floor"
+        newcomers = [s for s in batcher.running if s.number not in before]
+        for seq in newcomers if not self._sheltered(batcher) else []:
+            assert not starved or seq.order <= min(starved), "a younger model pushed in"
         self._check_pages()
         if batch is None:
             return False
         self.steps[model] += 1
         assert batch.step == self.steps[model]
-        self.trace = zlib.crc32(msgspec.msgpack.encode(batch, enc_hook=encoded), self.trace)
+        self.trace = zlib.crc32(msgspec.json.encode(batch, enc_hook=encoded), self.trace)
         self._check_batch(batcher, batch)
         answers = self.memory.run(batch)
         self._check_memory(batcher, batch)
@@ -272,6 +286,11 @@ class World:
         self._take_in(emits)
         self._check_pages()
         return True
+
+    def _sheltered(self, batcher: Batcher) -> bool:
+        """Everything that runs stays within its model's floor to its end."""
+        ends = [len(s.request.prompt) + s.request.max_tokens for s in batcher.running]
+        return sum(pages_for(end, self.plan.page_tokens) for end in ends) <= batcher.kv.floor_pages
 
     def _take_in(self, emits: list[Emit]) -> None:
         for emit in emits:
@@ -350,6 +369,8 @@ class World:
         held = self.pool.held()
         for batcher in self.batchers:
             kv = batcher.kv
+            assert kv.ceiling_pages is None or kv.held <= kv.ceiling_pages, "above its ceiling"
+            assert kv.available >= kv.floor_pages - kv.held, "somebody took what a floor keeps"
             nodes = [node.page for node in batcher.prefix._nodes.values()]
             of_sequences = Counter(page for s in batcher.running for page in s.pages)
             copies = Counter(s.copy.source for s in batcher.running if s.copy is not None)
@@ -362,7 +383,8 @@ class World:
             for seq in sorted([*batcher.running, *batcher.waiting], key=lambda s: s.number):
                 by_id.setdefault(seq.request.id, []).append(seq)
             assert batcher._by_id == by_id, "a cancel would miss a sequence, or meet one that ended"
-            if all(request.n == 1 for _, request in self.requests.values()) and batcher.running and batcher.waiting:
+            alike = all(request.n == 1 and request.priority == 0 for _, request in self.requests.values())
+            if alike and batcher.running and batcher.waiting:
                 assert batcher.running[-1].order < batcher.waiting[0].order, "a younger one was admitted first"
             for seq in batcher.running:
                 writable = seq.pages[seq.computed // self.plan.page_tokens :]

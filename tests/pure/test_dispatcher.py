@@ -125,7 +125,7 @@ def test_nobody_waits_for_ever_beside_an_endless_stream() -> None:
 def test_every_request_is_begun_once_and_devices_never_idle_beside_one(
     requests: list[tuple[float, float, float | None, str]], devices: int, ahead_s: float, slowness: float
 ) -> None:
-    dispatcher = Dispatcher(ahead_s=ahead_s, spacing_s=0.0)
+    dispatcher = Dispatcher(ahead_s=ahead_s)
     names = tuple(f"d{i}" for i in range(devices))
     free_s = dict.fromkeys(names, 0.0)
     events: list[tuple[float, int, str]] = []

@@ -25,7 +25,8 @@ from janus_server.orders import (
     Wanted,
     Wish,
 )
-from janus_server.sched.brain import Brain, BrainSettings
+from janus_server.sched.brain import Brain
+from janus_server.sched.state import BrainSettings
 
 SETTINGS = BrainSettings(patience_s=0.5, stay_s=1.0)
 
@@ -62,7 +63,8 @@ class _Led:
                 self.end(now)
                 now += 0.1
             name = "ab"[turn % 2]
-            self.tell(Report("n0", {name: Busy(turn % 3, 0, 0.3)}), now)
+            if self.brain.stages("n0")[name] is Stage.ACTIVE:
+                self.tell(Report("n0", {name: Busy(turn % 3, 0, 0.3)}), now)
             self.tell(Wanted(name), now)
             self.tell(Asked("b", Wish.PIN if turn == 3 else Wish.UNPIN), now + 0.05)
             now += 2.0

@@ -166,6 +166,39 @@ def test_check_sees_a_wrong_count() -> None:
         pool.check()
 
 
+def test_free_pages_are_kept_for_whoever_is_below_its_floor() -> None:
+    pool = PagePool(8)
+    third = Owner("c", PageKind.KV)
+    pool.keep(KV, 3)
+    _high(pool, 1).commit()
+    pool.keep(OTHER, 1)
+    _high(pool, 2, third).commit()
+    assert pool.free_pages == 5
+    assert (pool.available(KV), pool.available(OTHER), pool.available(third), pool.available()) == (4, 3, 2, 2)
+    assert pool.reserve_high(3, third) is None and pool.reserve_low(3, WEIGHTS) is None
+    mine = _high(pool, 4).commit()
+    assert (pool.available(), pool.available(OTHER), pool.kept_pages) == (0, 1, 1)
+    pool.release(KV, mine)
+    pool.keep(KV, 0)
+    assert (pool.available(), pool.available(OTHER)) == (4, 5)
+    pool.check()
+
+
+def test_a_floor_that_comes_late_takes_from_nobody_and_gets_what_comes_back() -> None:
+    pool = PagePool(4)
+    theirs = _high(pool, 4, OTHER).commit()
+    pool.keep(KV, 2)
+    assert (pool.available(OTHER), pool.available(KV)) == (-2, 0)
+    pool.release(OTHER, theirs[:2])
+    assert pool.reserve_high(1, OTHER) is None
+    assert _high(pool, 2).commit() == (3, 2)
+
+
+def test_a_negative_floor_is_a_bug() -> None:
+    with pytest.raises(Bug):
+        PagePool(2).keep(KV, -1)
+
+
 @dataclasses.dataclass
 class _Open:
     reservation: Reservation
@@ -185,6 +218,17 @@ class PoolAgainstSets(RuleBasedStateMachine):
         self.held: dict[Owner, set[int]] = {WEIGHTS: set(), KV: set(), OTHER: set()}
         self.open: list[_Open] = []
         self.high_mark = self.SIZE
+        self.floors = {KV: 0, OTHER: 0}
+
+    @rule(floor=st.integers(0, 5), owner=st.sampled_from([KV, OTHER]))
+    def keep(self, floor: int, owner: Owner) -> None:
+        self.floors[owner] = floor
+        self.pool.keep(owner, floor)
+
+    def _may_take(self, owner: Owner) -> int:
+        """Free pages without those that others lack of their floors."""
+        others = (max(0, floor - len(self.held[o])) for o, floor in self.floors.items() if o != owner)
+        return len(self.free) - sum(others)
 
     @rule(n=st.integers(0, 6), owner=st.sampled_from([WEIGHTS, KV, OTHER]))
     def low(self, n: int, owner: Owner) -> None:
@@ -192,14 +236,14 @@ class PoolAgainstSets(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 6), owner=st.sampled_from([WEIGHTS, KV, OTHER]))
     def high(self, n: int, owner: Owner) -> None:
-        fits = n <= len(self.free)
+        fits = n <= self._may_take(owner)
         pages = sorted(self.free, reverse=True)[:n]
         self._reserved(self.pool.reserve_high(n, owner), pages, n, owner)
         if fits:
             self.high_mark = min([self.high_mark, *pages])
 
     def _reserved(self, got: Reservation | None, pages: list[int], n: int, owner: Owner) -> None:
-        if n > len(self.free):
+        if n > self._may_take(owner):
             assert got is None
             return
         assert got is not None and got.pages == tuple(pages)
@@ -249,6 +293,8 @@ class PoolAgainstSets(RuleBasedStateMachine):
         assert self.pool.free_pages == len(self.free)
         assert self.pool.held() == {owner: len(pages) for owner, pages in self.held.items() if pages}
         assert self.pool.high_mark == self.high_mark
+        assert self.pool.available() == self._may_take(WEIGHTS)
+        assert self.pool.available(KV) == self._may_take(KV)
         for owner, pages in self.held.items():
             assert all(self.pool._owners[page] == owner for page in pages)
         assert all(self.pool._owners[page] is None for page in self.free)

@@ -9,6 +9,7 @@ from twin_batcher import Node, request_of
 
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import Scarcity
+from janus_server.types import Owner, PageKind
 
 
 def test_the_youngest_is_preempted_and_all_finish() -> None:
@@ -119,3 +120,130 @@ def test_a_choice_preempted_before_its_turn_in_the_same_plan_waits() -> None:
     assert [s.index for s in node.batchers[0].waiting] == [0, 1]
     node.run()
     assert node.right(*requests)
+
+
+def _fill_cache(node: Node, model: int, pages: int) -> None:
+    node.batchers[model].add(request_of(f"old{model}", 4 * pages, max_tokens=1), 0.0)
+    node.run()
+    assert len(node.batchers[model].prefix) == pages
+
+
+def test_a_floor_keeps_pages_free_and_cached_ones_up_to_it() -> None:
+    node = Node(10, models=2, floors=(0, 4))
+    _fill_cache(node, 1, 6)
+    a, b = node.batchers
+    assert (node.pool.free_pages, a.kv.available) == (4, 4)
+    assert not node.scarcity.evict(7, a.kv) and len(b.prefix) == 6, "all or nothing"
+    assert node.scarcity.evict(6, a.kv) and len(b.prefix) == 4
+    assert node.scarcity.evict(10, b.kv) is True, "its own cache is not what its floor guards against"
+
+
+def test_weights_do_not_take_what_floors_keep() -> None:
+    node = Node(10, models=2, floors=(3, 2))
+    _fill_cache(node, 0, 4)
+    assert not node.scarcity.clear(6) and node.batcher.kv.held == 4
+    assert node.scarcity.clear(5) and node.batcher.kv.held == 3
+    assert node.pool.reserve_low(6, Owner("w", PageKind.WEIGHTS)) is None
+    assert node.pool.reserve_low(5, Owner("w", PageKind.WEIGHTS)) is not None
+
+
+def test_a_model_within_its_floor_is_no_victim_and_one_above_it_is() -> None:
+    """The youngest is left alone where its model has no more than its floor; the next younger one gives way."""
+    node = Node(10, models=2, floors=(0, 3))
+    a, b = node.batchers
+    old, middle, young = request_of("old", 16, 12), request_of("mid", 8, 12), request_of("young", 8, 4)
+    a.add(old, 0.0), a.add(middle, 1.0), b.add(young, 2.0)
+    node.step(0), node.step(1)
+    assert (a.kv.held, b.kv.held) == (6, 2)
+    node.run()
+    assert (a.stats().preemptions, b.stats().preemptions) == (1, 0) and node.right(old, middle, young)
+
+
+def test_a_model_that_joins_gets_its_floor_from_those_above_theirs() -> None:
+    node = Node(8, models=2, floors=(2, 4))
+    a, b = node.batchers
+    node.scarcity.leave(b)
+    old, young = request_of("old", 8, 4), request_of("young", 12, 4)
+    a.add(old, 0.0), a.add(young, 1.0)
+    node.step(0)
+    assert a.kv.held == 5 and node.pool.free_pages == 3
+    node.scarcity.join(b)
+    assert [s.request.id for s in a.running] == ["old"] and node.pool.free_pages >= node.pool.kept_pages == 4
+    node.run()
+    assert node.right(old, young)
+
+
+def test_a_model_at_its_ceiling_gives_up_its_own_cache_then_its_own_youngest() -> None:
+    node = Node(20, models=2, ceilings=(4, None))
+    a, b = node.batchers
+    _fill_cache(node, 1, 3)
+    _fill_cache(node, 0, 2)
+    first, second = request_of("first", 8, 8), request_of("second", 8, 8)
+    a.add(first, 1.0), a.add(second, 2.0)
+    while not a.idle:
+        node.step(0)
+        assert a.kv.held <= 4
+    assert len(b.prefix) == 3 and node.pool.free_pages >= 13
+    assert node.right(first, second)
+
+
+def test_a_model_at_its_ceiling_takes_nothing_from_a_younger_one_of_another_model() -> None:
+    node = Node(20, models=2, ceilings=(5, None))
+    a, b = node.batchers
+    old, own, other = request_of("old", 8, 12), request_of("own", 8, 8), request_of("other", 8, 20)
+    a.add(old, 0.0), a.add(own, 1.0), b.add(other, 2.0)
+    node.run()
+    assert (a.stats().preemptions, b.stats().preemptions) == (1, 0) and node.right(old, own, other)
+
+
+def test_whoever_is_kept_out_by_its_own_ceiling_keeps_nobody_else_waiting() -> None:
+    node = Node(20, models=2, ceilings=(4, None))
+    a, b = node.batchers
+    a.add(request_of("long", 8, 8), 0.0)
+    node.step(0)
+    a.add(request_of("kept out", 8, 8), 1.0)
+    node.step(0)
+    assert a.waiting and a.starved is None
+    b.add(request_of("younger", 8, 4), 2.0)
+    assert node.step(1) is not None
+    node.run()
+
+
+def test_what_stays_within_its_floor_need_not_wait_for_an_older_one_of_another_model() -> None:
+    node = Node(10, models=2, floors=(0, 3))
+    a, b = node.batchers
+    a.add(request_of("runs", 20, 8), 0.0)
+    node.step(0)
+    a.add(request_of("starved", 20, 4), 1.0)
+    node.step(0)
+    assert a.starved is not None
+    b.add(request_of("small", 4, 4), 2.0)
+    assert node.step(1) is not None and b.running
+    b.add(request_of("too much", 8, 4), 3.0)
+    node.step(1)
+    assert [s.request.id for s in b.waiting] == ["too much"]
+    node.run()
+
+
+def test_two_models_at_their_floors_that_each_need_one_more_page_both_finish() -> None:
+    node = Node(6, models=2, floors=(2, 2))
+    a, b = request_of("a", 8, max_tokens=8), request_of("b", 8, max_tokens=8)
+    node.batchers[0].add(a, 0.0)
+    node.batchers[1].add(b, 1.0)
+    finished = [e.request_id for e in node.run() if e.finish]
+    assert finished == ["a", "b"] and node.right(a, b)
+
+
+def test_periods_are_told_once_each_and_only_matter_while_something_is_cached() -> None:
+    node = Node(6)
+    scarcity = Scarcity(node.pool, idle_s=8.0)
+    scarcity.join(node.batcher)
+    assert [scarcity.period_over(now) for now in (100.0, 101.9, 102.0, 103.0, 109.0, 110.0)] == [
+        True, False, True, False, True, False,
+    ]  # fmt: skip
+    assert scarcity.next_period() is None
+    _fill_cache(node, 0, 1)
+    assert scarcity.next_period() == 111.0
+    forever = Scarcity(node.pool)
+    forever.join(node.batcher)
+    assert not forever.period_over(1e9) and forever.next_period() is None

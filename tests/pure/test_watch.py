@@ -27,7 +27,7 @@ async def test_a_reader_sees_what_happens_from_then_on_in_order() -> None:
         one.see(order(2, verb=Verb.DRAIN))
         one.see(Answer("a", True, "yes"))
         one.see(Refuse("a", "no room", None))
-        one.see(Lost("a", Stage.COLD, copy=False))
+        one.see(Lost("n0", "a", Stage.COLD, copy=False))
         events = await reader.take(0.0) or []
     assert [event.type for event in events] == ["done", "order", "answer", "refused", "lost"]
     assert (events[0].model, events[0].verb, events[0].stage, events[0].took_s) == ("a", "load", "active", 0.5)

@@ -233,12 +233,21 @@ def expected_slots(tokens: Sequence[int]) -> list[Slot]:
 class Node:
     """One pool of `pages`, a batcher a model, and the fake device."""
 
-    def __init__(self, pages: int, page_tokens: int = 4, models: int = 1, **limits: int | bool) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int = 4,
+        models: int = 1,
+        floors: tuple[int, ...] = (),
+        ceilings: tuple[int | None, ...] = (),
+        **limits: int | bool,
+    ) -> None:
         self.pool = PagePool(pages)
         self.memory = Memory(page_tokens)
-        scarcity = Scarcity(self.pool)
+        self.scarcity = scarcity = Scarcity(self.pool)
         self.limits = BatcherLimits(**{"context_tokens": 1000, "capacity_pages": pages, **limits})
-        kvs = [KvPages(self.pool, f"m{model}", page_tokens) for model in range(models)]
+        bounds = list(zip((*floors, *[0] * models), (*ceilings, *[None] * models), strict=False))[:models]
+        kvs = [KvPages(self.pool, f"m{model}", page_tokens, *bounds[model]) for model in range(models)]
         self.batchers = [Batcher(kv, PrefixCache(kv, b"s"), scarcity, self.limits) for kv in kvs]
         for batcher in self.batchers:
             scarcity.join(batcher)

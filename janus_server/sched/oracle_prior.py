@@ -1,0 +1,172 @@
+"""What a model is expected to need and to attain before anything has been observed: the GPs' prior mean.
+
+A steady-state estimate from the roofline: batches by Little's law, queues by the Pollaczek–Khinchine mean with an
+exponential tail, lengths as if log-normal. `oracle` asks for many models and replica counts at once. Rough on purpose,
+never a simulation: it must be right within a factor of two and finite for any traffic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from janus_server.sched.oracle_arrays import Array
+from janus_server.sched.oracle_records import Features, Subject
+from janus_server.sched.roofline import Numbers, Physics, Work, memory_share, physics_of, read_bytes, stack, step
+
+# Tokens of prompts that one step computes at most.
+CHUNK_TOKENS = 2048.0
+# Shares and odds are kept off the ends, where logarithms have none. A share of 1e-4 is nothing to a packer.
+LEAST_SHARE = 1e-4
+_MOST_LOG_ODDS = 7.0
+_ROUNDS = 8
+# Arrivals are burstier than Poisson's: half the sum of 1 and the squared variation, at a variation of 1.7.
+_BURSTS = 2.0
+_TINY = 1e-9
+
+
+class Traffic(NamedTuple):
+    """Of one replica, arrays [m, k]; squares are mean squares, not variances."""
+
+    rate: Numbers
+    input: Numbers
+    input_square: Numbers
+    output: Numbers
+    output_square: Numbers
+
+
+class Limits(NamedTuple):
+    """What the models promise, arrays [m, 1]."""
+
+    ttft_s: Numbers
+    tpot_s: Numbers
+    pace_s: Numbers
+
+
+class Prior(NamedTuple):
+    """shares [m, k, 3] in the order of OUTPUTS, and log_odds [m, k] of attaining."""
+
+    shares: Array
+    log_odds: Array
+
+
+class _Flow(NamedTuple):
+    """The steady state: rows that decode on average, seconds between a row's tokens, steps a second, and the seconds
+    of a mean prompt's own work."""
+
+    rows: Numbers
+    token_s: Numbers
+    steps: Numbers
+    prompt_s: Numbers
+
+
+def physics_and_limits(subjects: list[Subject]) -> tuple[Physics, Limits]:
+    """What `expect` needs of models, once for as long as they are served so."""
+    physics = stack([physics_of(s.model, s.device, s.shards) for s in subjects])
+    table = np.array([(s.promise.ttft_s, s.promise.tpot_s, s.pace_s) for s in subjects]).reshape(-1, 3)
+    return physics, Limits(*(table[:, i : i + 1] for i in range(3)))
+
+
+def traffic_of(table: Array, replicas: Array) -> Traffic:
+    """table [m, 6] in the order of Features, replicas [m, k]: each replica gets its even part."""
+    rate, mean_in, var_in, mean_out, var_out = (table[:, i : i + 1] for i in range(1, 6))
+    return Traffic(rate / replicas, mean_in, var_in + mean_in**2, mean_out, var_out + mean_out**2)
+
+
+def table_of(features: list[Features]) -> Array:
+    """[m, 6], with what is not a number, or negative, as 0: a report is never worth an exception."""
+    rows = [(f.token_rate, f.request_rate, f.input_mean, f.input_variance, f.output_mean, f.output_variance)
+            for f in features]  # fmt: skip
+    table = np.nan_to_num(np.array(rows, dtype=np.float64).reshape(-1, 6), nan=0.0, posinf=1e12, neginf=0.0)
+    return np.clip(table, 0.0, 1e12)
+
+
+def expect(physics: Physics, limits: Limits, traffic: Traffic) -> Prior:
+    """For each model and replica count."""
+    flow = _flow(physics, limits, traffic)
+    return Prior(_shares(physics, traffic, flow), _log_odds(physics, limits, traffic, flow))
+
+
+def _flow(physics: Physics, limits: Limits, t: Traffic) -> _Flow:
+    """A fixed point: more rows make longer steps, and longer steps leave more rows at work."""
+    context = t.input + t.output / 2.0
+    room = np.maximum((physics.memory_bytes - physics.weight_bytes) / physics.kv_bytes, context)
+    prompt_s = _prompt_s(physics, t)
+    token_s = np.maximum(limits.pace_s, physics.fixed_s)
+    rows = np.zeros_like(t.rate)
+    for _ in range(_ROUNDS):
+        new = rows + t.rate * (t.input * token_s)
+        new = np.minimum(new, rows + CHUNK_TOKENS)
+        pairs = rows * context + (new - rows) * t.input / 2.0
+        step_s = step(physics, Work(new, pairs, rows * context)).seconds
+        # A device that shares itself steps when a decode is due, or at once when a prompt has come meanwhile.
+        spare_s = np.maximum(limits.pace_s - step_s, 0.0)
+        comes = np.maximum(t.rate, 1e-6)
+        token_s = step_s + np.exp(-comes * step_s) * -np.expm1(-comes * spare_s) / comes
+        rows = np.minimum(t.rate * t.output * token_s, room / np.maximum(context, 1.0))
+    busy = -np.expm1(-rows)
+    alone = t.rate * np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS) / (1.0 + t.rate * prompt_s)
+    return _Flow(rows, token_s, busy / token_s + (1.0 - busy) * alone, prompt_s)
+
+
+def _prompt_s(physics: Physics, t: Traffic) -> Numbers:
+    """Seconds of prefill work of the mean prompt; its weights are read once a chunk."""
+    flops = t.input * physics.token_flops + t.input_square / 2.0 * physics.pair_flops
+    reads = read_bytes(physics, t.input) / physics.bytes_s * np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS)
+    exchange_s = physics.exchange_s + t.input * physics.exchange_token_s
+    return np.maximum(flops / physics.flops_s, reads) + exchange_s + physics.fixed_s
+
+
+def _shares(physics: Physics, t: Traffic, flow: _Flow) -> Array:
+    context = t.input + t.output / 2.0
+    pairs = t.input_square / 2.0 + t.input * t.output + t.output_square / 2.0
+    compute = t.rate * ((t.input + t.output) * physics.token_flops + pairs * physics.pair_flops) / physics.flops_s
+    # Steps with a prompt beside the rows, and those without: experts are not read in proportion to tokens.
+    mixed = np.minimum(t.rate * np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS), flow.steps)
+    rows = flow.rows / np.maximum(-np.expm1(-flow.rows), _TINY)
+    moved = (flow.steps - mixed) * read_bytes(physics, rows) + t.rate * t.output * context * physics.kv_bytes
+    moved += mixed * read_bytes(physics, flow.rows + t.rate * t.input / np.maximum(mixed, _TINY))
+    # KV held: Poisson arrivals that each hold a growing context, so that the variance is the mean of its square.
+    held_s = t.output * flow.token_s + flow.prompt_s
+    mean = t.rate * (t.input * held_s + t.output_square / 2.0 * flow.token_s)
+    spread = t.output_square / np.maximum(t.output, 1.0) ** 2
+    # Of the third moment: exact for lengths of two kinds, near it for exponential ones.
+    cube = t.output**3 * spread**2 * np.minimum(spread, 1.5)
+    square = flow.token_s * (t.input_square * t.output + t.input * t.output_square + cube / 3.0)
+    most = mean + 2.0 * np.sqrt(t.rate * square)
+    hbm = memory_share(physics, np.where(t.rate > 0.0, np.maximum(most, np.minimum(t.input + t.output, 1e6)), 0.0))
+    shares = np.stack(np.broadcast_arrays(hbm, compute, moved / physics.bytes_s), axis=-1)
+    return np.asarray(np.maximum(shares, LEAST_SHARE))
+
+
+def _log_odds(physics: Physics, limits: Limits, t: Traffic, flow: _Flow) -> Array:
+    """Of keeping both TTFT and TPOT, as if they were independent."""
+    context = t.input + t.output / 2.0
+    room = np.maximum(physics.memory_bytes - physics.weight_bytes, 0.0) / physics.kv_bytes
+    decode_s = flow.rows * context * physics.kv_bytes / physics.bytes_s
+    turns = decode_s / np.maximum(flow.token_s, _TINY)
+    full = t.rate * t.output * flow.token_s * context / np.maximum(room, 1.0)
+    use = np.maximum(t.rate * flow.prompt_s / np.maximum(1.0 - turns, 0.1), full)
+    spread = t.input_square / np.maximum(t.input, 1.0) ** 2
+    # A prompt waits for the step that runs, then for those before it.
+    slack_s = limits.ttft_s - flow.prompt_s - flow.token_s / 2.0
+    calm = np.maximum(1.0 - use, 0.02)
+    tail_s = flow.prompt_s * np.maximum(spread, 1.0) * _BURSTS / calm
+    waits = np.minimum(use, 1.0) * np.exp(-np.maximum(slack_s, 0.0) / np.maximum(tail_s, _TINY))
+    # The longest prompt that can be on time, in standard deviations of the lengths' logarithm.
+    deviation = np.sqrt(np.log(np.maximum(spread, 1.0))) + 0.25
+    fits = _logistic(1.7 * np.log(np.maximum(limits.ttft_s, _TINY) / np.maximum(flow.prompt_s, _TINY)) / deviation)
+    first = (1.0 - waits) * fits * _logistic(20.0 * (1.0 - use))
+    # A row's mean time between tokens differs from the average by how many prompts happen to come beside it.
+    beside_s = flow.prompt_s * np.sqrt(t.rate * t.output * flow.token_s * np.maximum(spread, 1.0) * _BURSTS)
+    sure = 1.7 * t.output * (limits.tpot_s - flow.token_s) / np.maximum(beside_s, _TINY)
+    ratio = np.log(np.maximum(limits.tpot_s, _TINY) / np.maximum(flow.token_s, _TINY))
+    later = _logistic(np.minimum(10.0 * ratio, sure))
+    both = np.clip(first * later, 1e-9, 1.0 - 1e-9)
+    odds = np.clip(np.log(both / (1.0 - both)), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
+    return np.where(t.rate > 0.0, odds, _MOST_LOG_ODDS)
+
+
+def _logistic(x: Numbers) -> Numbers:
+    return 1.0 / (1.0 + np.exp(-np.clip(x, -50.0, 50.0)))

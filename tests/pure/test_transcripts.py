@@ -1,0 +1,20 @@
+"""Every transcript comes out as it is written: what the deciding code does about a story that a reader can follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transcript_reader import read
+
+HERE = Path(__file__).parent / "transcripts"
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)
+def test_transcript(path: Path) -> None:
+    written, played = read(path)
+    assert played == written
+
+
+def test_there_are_transcripts() -> None:
+    assert {"burst", "shortage", "pools", "plans", "nonsense"} <= {path.stem for path in HERE.glob("*.txt")}

@@ -8,7 +8,7 @@ reads a clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -137,10 +137,15 @@ class Families:
         self.priority = Gauge("janus_application_priority", "Higher goes first", own, registry=registry)
 
 
+Told = Callable[[Request, Course, bool | None], None]
+"""Hears how each request went, and whether it attained all that was promised; None where that cannot be said."""
+
+
 class Counts:
     """One application's series with their labels resolved."""
 
-    def __init__(self, families: Families, application: Application) -> None:
+    def __init__(self, families: Families, application: Application, told: Told = lambda *_: None) -> None:
+        self._told = told
         name, promise = application.name, application.promise
         self.promise = promise
         self.ttft, self.tpot = families.ttft.labels(name), families.tpot.labels(name)
@@ -167,9 +172,8 @@ class Counts:
             self.ttft.observe(course.ttft_s)
         if course.tpot_s is not None:
             self.tpot.observe(course.tpot_s)
-        if not self._promised or request.max_tokens == 0:
-            return
-        found = judge(self.promise, course)
+        found = judge(self.promise, course) if self._promised and request.max_tokens else {}
+        self._told(request, course, found.get(Kind.OVERALL))
         for kind, attained in found.items():
             self._promised[kind].inc()
             self._attained[kind].inc(attained)

@@ -27,15 +27,18 @@ _HERE: Final = str(Path(__file__).parents[1])
 
 class Workers:
     """At most `workers` processes of one program, each with `cpu_s` seconds of processor time a question and
-    `memory_bytes` in all. The program gets these two bounds, then `arguments`, on its command line.
+    `memory_bytes` in all. The program gets these two bounds, then `arguments`, on its command line. niceness 19 is work
+    that can wait for everything else.
     """
 
     def __init__(
         self, program: Path, *, workers: int, cpu_s: float, memory_bytes: int, answer_bytes: int,
-        arguments: tuple[str, ...] = (),
+        arguments: tuple[str, ...] = (), niceness: int = 0,
     ) -> None:  # fmt: skip
         self._command = [sys.executable, "-P", "-S", str(program), str(cpu_s), str(memory_bytes), *arguments]
         self._answer_bytes = answer_bytes
+        self._niceness = niceness
+        self._answering: set[_Worker] = set()
         # Last in, first out: a second process starts only when two threads ask at once.
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -55,14 +58,27 @@ class Workers:
             if self._closed:  # a thread that still asks then must not wait for ever, nor start a process
                 return None
             if worker is None or not worker.alive:
-                worker = _Worker(self._command)
+                worker = _Worker(self._command, self._niceness)
+            self._answering.add(worker)
+            if self._closed:  # whoever closed did not see it
+                return None
+            worker.start()
             answer = worker.ask(data, self._answer_bytes)
         finally:
+            if worker is not None:
+                self._answering.discard(worker)
             if answer is None and worker is not None:
                 worker.close()
                 worker = None
             self._idle.put(worker)
         return answer
+
+    def kill(self) -> None:
+        """End the processes at once: questions that are being answered get no answer. Another thread than theirs."""
+        self._closed = True
+        for worker in tuple(self._answering):
+            worker.kill()
+        self.close()
 
     def close(self) -> None:
         """End the processes; waits for questions that are being answered. Later ones get no answer."""
@@ -76,19 +92,26 @@ class Workers:
 class _Worker:
     """One process and our end of its socket. Its environment holds nothing but where to import from."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], niceness: int) -> None:
+        self._program = Path(command[3]).name
+        self._ready = False
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True,
                 env={"PYTHONPATH": os.pathsep.join([_HERE, *(path for path in sys.path if path)])},
             )  # fmt: skip
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         ours.settimeout(_SILENT_S)
         self._stream = ours.makefile("rwb")
         ours.close()  # the stream keeps the descriptor
-        if not self._started():
-            self.close()
-            raise Bug(f"the helper process {Path(command[3]).name} did not start")
+
+    def start(self) -> None:
+        """Wait until it is ready, the first time. Bug where it never will be."""
+        if not self._ready and not self._started():
+            raise Bug(f"the helper process {self._program} did not start")
+        self._ready = True
 
     def _started(self) -> bool:
         """Whether the program said that it is ready: one empty frame, after its imports."""
@@ -110,6 +133,10 @@ class _Worker:
             return dict(json.loads(data)) if data and len(data) == size else None
         except (OSError, ValueError, RecursionError):
             return None
+
+    def kill(self) -> None:
+        """Whoever waits for its answer is told that there will be none."""
+        self._process.kill()
 
     def close(self) -> None:
         self._process.kill()

@@ -25,6 +25,7 @@ from janus_server.settings import DTypeChoice as DTypeChoice
 from janus_server.settings import KernelChoice as KernelChoice
 from janus_server.settings import LogFormat as LogFormat
 from janus_server.settings import LogLevel as LogLevel
+from janus_server.settings import OracleChoice as OracleChoice
 from janus_server.settings import Setting
 from janus_server.suggest import nearest
 
@@ -83,6 +84,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool = True
     log_prompts: bool = False
     otlp_endpoint: str | None = None
+    oracle: OracleChoice = OracleChoice.AUTO
     journal: Path | None = None
     node: str | None = None
     run_dir: Path | None = None

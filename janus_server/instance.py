@@ -52,14 +52,18 @@ Sink = Callable[[list[News]], bool]
 class Streams:
     """All open requests of a node by id; one call a step spreads the device thread's report."""
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Callable[[Request], None] | None = None) -> None:
+        """opened() is told of each request when it comes."""
         self._open: dict[str, _Answer] = {}
+        self._opened = opened
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, answer: _Answer) -> None:
         self._open[answer.request.id] = answer
+        if self._opened is not None:
+            self._opened(answer.request)
 
     def close(self, answer: _Answer) -> None:
         self._open.pop(answer.request.id, None)

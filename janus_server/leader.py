@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 
 from janus_server.desk import FrontDesk
 from janus_server.errors import Refused
+from janus_server.fitting import Fitter
 from janus_server.journal import Entry
 from janus_server.lifecycle import Lifecycle
 from janus_server.orders import (
@@ -26,6 +27,7 @@ from janus_server.orders import (
     Lost,
     Offered,
     Order,
+    Refit,
     Refuse,
     Tick,
     Unwanted,
@@ -34,6 +36,7 @@ from janus_server.orders import (
 )
 from janus_server.peers import Peers
 from janus_server.sched.brain import Brain
+from janus_server.sched.foresight import Forecast
 from janus_server.sched.state import Standing
 
 log = logging.getLogger("janus.leader")
@@ -51,12 +54,15 @@ class Leader:
         seen: Callable[[Event | Action], None],
         record: Callable[[Entry], None],
         peers: Peers | None = None,
+        fitter: Fitter | None = None,
     ) -> None:
         """`seen` is told of events and actions as they come, `record` of each event with all that it led to.
 
-        Where there are peers, what they hold is looked up before the Brain hears that a model is wanted.
+        Where there are peers, what they hold is looked up before the Brain hears that a model is wanted. Without a
+        fitter the oracle is never fitted.
         """
         self._peers = peers
+        self._fitter = fitter
         self._looked: frozenset[str] = frozenset()  # wanted models that were looked for since they are
         self._looking = False
         self._record = record
@@ -94,6 +100,10 @@ class Leader:
     def standing(self, model: str) -> Standing:
         """How the Brain treats a model of the catalogue just now."""
         return self._brain.standing(self._node, model)
+
+    def forecast(self, model: str) -> Forecast | None:
+        """What the Brain expects of the model at its present traffic; None where it knows nothing."""
+        return self._brain.forecast(model, time.monotonic())
 
     def lost(self, model: str) -> None:
         """The device thread tore the model's instance down."""
@@ -159,8 +169,20 @@ class Leader:
                 self._lifecycle.residents[model].flow.refuse(refused)
             case Dispatch():
                 self._desk.begin(action)
+            case Refit(model, why):
+                log.debug("%s", why)
+                self._start(self._fit(model))
             case Answer():
                 pass
+
+    async def _fit(self, model: str) -> None:
+        """Bring the Brain what comes of a fit; where nothing does, it asks again in its own time."""
+        request = self._brain.fit_request(model)
+        if self._fitter is None or request is None:
+            return
+        fitted = await self._fitter.fit(request)
+        if fitted is not None:
+            self.tell(fitted)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from janus_server import types
 from janus_server.api.plan import Call
 from janus_server.applications import Application
-from janus_server.attainment import Counts, Course, Families, Outcome
+from janus_server.attainment import Counts, Course, Families, Outcome, Told
 from janus_server.gauges import ENGINE, LABELS, Joined
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,7 +38,9 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class Metrics:
     """All counters and histograms of the process, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Told = lambda *_: None) -> None:
+        """`told` hears of every request that ends or is turned away."""
+        self._told = told
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
         self._models: dict[str, ModelMetrics] = {}
@@ -96,7 +98,7 @@ class Metrics:
     def application(self, application: Application) -> Counts:
         """The counts of a served application; its series exist from the first time it is named."""
         if application.name not in self._applications:
-            self._applications[application.name] = Counts(self._families, application)
+            self._applications[application.name] = Counts(self._families, application, self._told)
         return self._applications[application.name]
 
     def render(self, gauges: Sequence[Metric], active: Sequence[str]) -> bytes:

@@ -10,15 +10,19 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ParamSpec
 
+import msgspec
+
+from janus_server.applications import Applications
 from janus_server.catalogue import OpenedModel, headroom_pages, open_models, scratch_pages
-from janus_server.config import ServeConfig
+from janus_server.config import OracleChoice, ServeConfig
 from janus_server.desk import FrontDesk
 from janus_server.errors import BadModel, Refused
 from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
+from janus_server.fitting import Fitter, possible
 from janus_server.fork import want_of
 from janus_server.instance import ServedModel, Streams
 from janus_server.journal import Entry, Journal
@@ -40,6 +44,7 @@ from janus_server.resident import Progress
 from janus_server.sched.brain import Brain
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.state import BrainSettings
+from janus_server.telemetry import Pool, Telemetry, measured
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import PeerServer
@@ -99,7 +104,9 @@ class Node:
         self._peering = peering
         self._peers: PeerServer | None = None
         self.cards: Mapping[str, ModelCard] = MappingProxyType({})
-        self.streams = Streams()
+        self._settings = BrainSettings()
+        self.telemetry = Telemetry(self._settings.oracle.window_s)
+        self.streams = Streams(self.telemetry.arrived)
         self.pool_pages = config.memory_bytes // config.page_bytes
         self.free_pages = self.pool_pages
         self._loaded = False
@@ -116,6 +123,7 @@ class Node:
         self._pages: Mapping[Owner, int] = MappingProxyType({})
         self._listeners: list[Callable[[StepReport], None]] = []
         self._journal: Journal | None = None
+        self._fitter: Fitter | None = None
 
     def on_step(self, listener: Callable[[StepReport], None]) -> None:
         """`listener` is called on the loop after each step (metrics)."""
@@ -214,24 +222,41 @@ class Node:
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         start = _Start(lifecycle.trouble)
         name = self._peering.node if self._peering is not None else NODE
-        brain = Brain(BrainSettings())
+        brain = Brain(self._foresee(opened.catalogue, xtensor.pool.free_pages))
         if self._config.journal is not None:
             self._journal = Journal(self._config.journal, brain, log.error)
         record = _nothing if self._journal is None else self._journal.write
-        see = _each(watch.see, _each(start.see, prepared.see))
-        leader = self._leader = Leader(name, brain, lifecycle, desk, see, record, peers)
+        see = _each(_each(watch.see, self.telemetry.see), _each(start.see, prepared.see))
+        leader = self._leader = Leader(name, brain, lifecycle, desk, see, record, peers, self._fitter)
         device.start()
         toucher.start(_ahead(opened.catalogue))
         self._pages, self.free_pages = xtensor.pool.held(), xtensor.pool.free_pages
         leader.join(xtensor.pool.free_pages, self._config.host_memory_bytes)
         self.operator = Operator(
-            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers
-        )
+            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers,
+            self.telemetry,
+        )  # fmt: skip
         start.all_given()
         await start.over
         toucher.below(xtensor.pool.high_mark)  # scratch at first; not beside the load, which is waited for
         self._loaded = True
         prepared.start()
+        self.telemetry.start(self._active, leader.tell)
+
+    def _active(self) -> list[str]:
+        return [name for name, stage in self.stages().items() if stage is Stage.ACTIVE]
+
+    def _foresee(self, catalogue: Sequence[OpenedModel], pool_pages: int) -> BrainSettings:
+        """Have models with a promise measured and, where that is possible, what is measured learnt from."""
+        models = measured(catalogue, Applications(self._config.applications))
+        if models and self._config.oracle is OracleChoice.AUTO:
+            self.telemetry.measure(models, Pool(pool_pages, self._config.page_bytes))
+            if possible():
+                self._fitter = Fitter()
+            else:
+                log.info("gpytorch is not installed: what is predicted rests on shapes and step times alone")
+        every_s = None if self._fitter is None else self._settings.refit_every_s
+        return msgspec.structs.replace(self._settings, refit_every_s=every_s)
 
     @property
     def touched(self) -> bool:
@@ -251,6 +276,7 @@ class Node:
 
     async def close(self) -> None:
         """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
+        await self.telemetry.close()
         if self._prepared is not None:
             await self._prepared.close()
         if self._leader is not None:
@@ -262,6 +288,8 @@ class Node:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        if self._fitter is not None:
+            self._fitter.close()
         if self._lifecycle is not None:
             self._lifecycle.close()
         if self._toucher is not None:
@@ -287,6 +315,7 @@ class Node:
         self.streams.deliver(report)
         if self._desk is not None:
             self._desk.observe(report)
+        self.telemetry.step(report)
         if report.failed and self._leader is not None:
             self._leader.lost(report.model)
         for listener in self._listeners:

@@ -19,6 +19,7 @@ from janus_server.api.admin import (
     PeerList,
     PeerModel,
     PeerNode,
+    Prediction,
     Survey,
     Taking,
     memory_map,
@@ -31,6 +32,7 @@ from janus_server.leader import Leader
 from janus_server.lifecycle import Lifecycle
 from janus_server.orders import Answer, Order, Stage, Wish
 from janus_server.peers import Peers, Use
+from janus_server.telemetry import Telemetry
 from janus_server.types import Owner, PageKind
 from janus_server.watch import Watch
 
@@ -56,8 +58,10 @@ class Operator:
         watch: Watch,
         held: Callable[[], Mapping[Owner, int]],
         page_bytes: int,
-        peers: Peers | None = None,
+        peers: Peers | None,
+        telemetry: Telemetry,
     ) -> None:
+        self._telemetry = telemetry
         self._peers = peers
         self.watch = watch
         self._leader = leader
@@ -103,6 +107,32 @@ class Operator:
             prepared=resident.served is not None,
             origin=_how(origin),
             source=None if origin is None else origin.source,
+            prediction=self._prediction(name),
+        )
+
+    def _prediction(self, name: str) -> Prediction | None:
+        """What the Brain expects of a model with a promise."""
+        found, target = self._leader.forecast(name), self._telemetry.target(name)
+        if found is None or target is None:
+            return None
+        needs, busy = max(found.hbm, found.compute, found.bandwidth), self._telemetry.busy_share(name)
+        return Prediction(
+            says=f"predicted {found.attainment:.2f} of requests in time; needs {needs:.2g} of the device",
+            age_s=round(found.age_s, 3),
+            requests_per_s=round(found.features.request_rate, 4),
+            tokens_per_s=round(found.features.token_rate, 2),
+            target=target,
+            attained=round(found.on_time / found.requests, 4) if found.requests else None,
+            predicted=round(found.attainment, 4),
+            predicted_least=round(found.attainment_least, 4),
+            needs=round(needs, 4),
+            needs_most=round(found.device_most, 4),
+            hbm=round(found.hbm, 4),
+            compute=round(found.compute, 4),
+            bandwidth=round(found.bandwidth, 4),
+            busy_share=None if busy is None else round(busy, 4),
+            periods=found.observations,
+            fitted=found.fitted,
         )
 
     async def ask(self, name: str, wish: Wish, source: str | None = None) -> Answer:

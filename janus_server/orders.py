@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from janus_server.sched.oracle_records import Fitted, Observation, Subject
+
 
 class Stage(enum.Enum):
     """Where a model stands on one node: only its checkpoint's path, a host copy, or weights in device pages."""
@@ -168,8 +170,8 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of a transition by what they went into; the rest is waiting for threads and for each other.
 
     reserve: room was made and pages taken. touch: pages and host memory that were never used were provided by the
-    system. map and unmap: addresses, as far as the copy did not hide it. copy: the bytes moved. verify: samples of them
-    were compared. commit: the device thread took the model in, or let it go.
+    system. map and unmap: addresses. copy: the bytes moved. verify: samples of them were compared. commit: the device
+    thread took the model in, or let it go.
     """
 
     reserve_s: float = 0.0
@@ -226,11 +228,38 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
     node: str | None = None
 
 
+class Observed(msgspec.Struct, frozen=True, tag=True):
+    """What was measured of the models that had traffic, over the period that ends now.
+
+    subjects are models with a promise that have run long enough for it to be known how they run here: told once.
+    Observations with no replicas are of periods in which the model was not Active all the time.
+    """
+
+    models: dict[str, Observation]
+    subjects: dict[str, Subject] = {}
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time passed: `Brain.next_wake` asked for it."""
 
 
-Event = Joined | Left | Offered | Traffic | Wanted | Unwanted | Report | Done | Failed | Lost | Asked | Tick
+Event = (
+    Joined
+    | Left
+    | Offered
+    | Traffic
+    | Wanted
+    | Unwanted
+    | Report
+    | Done
+    | Failed
+    | Lost
+    | Asked
+    | Observed
+    | Fitted
+    | Tick
+)
+"""`Fitted` brings what came of a `Refit`."""
 
 
 # Actions
@@ -272,4 +301,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Action = Order | Dispatch | Refuse | Answer
+class Refit(msgspec.Struct, frozen=True, tag=True):
+    """Fit what was observed of a model anew, from what `Brain.fit_request` says: it would double the journal here."""
+
+    model: str
+    why: str
+
+
+Action = Order | Dispatch | Refuse | Answer | Refit

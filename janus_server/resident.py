@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 import msgspec
@@ -152,18 +151,22 @@ class Mover:
 
     def wake(self, resident: Resident, memory: WeightMemory, copy: HostCopy) -> None:
         """Copy the host copy into the reserved pages and map them."""
-        with self._mapping(resident, memory), resident.laps.of("copy_s"):
-            move(memory.parts(), copy.parts, self._pace(resident, copy.size_bytes), self._kernels.copy_bytes)
+        with resident.laps.of("map_s"):
+            memory.map()
+        with resident.laps.of("copy_s"):
+            pace = self._pace(resident, copy.size_bytes)
+            move(memory.parts(), copy.parts, pace, self._kernels.copy_bytes, self._config.threads)
         with resident.laps.of("verify_s"):
             self._verify(resident, memory)
 
     def fork(self, resident: Resident, memory: WeightMemory, pull: Pull) -> None:
         """Copy a peer's pages into the reserved ones and map them. PeerTrouble."""
-        with self._mapping(resident, memory):
-            with resident.laps.of("map_s"):
-                pull.attach()
-            with resident.laps.of("copy_s"):
-                pull.copy(memory.parts(), self._pace(resident, memory.size_bytes), self._kernels.copy_bytes)
+        with resident.laps.of("map_s"):
+            pull.attach()
+            memory.map()
+        with resident.laps.of("copy_s"):
+            pace = self._pace(resident, memory.size_bytes)
+            pull.copy(memory.parts(), pace, self._kernels.copy_bytes, self._config.threads)
         with resident.laps.of("verify_s"):
             pull.verify(memory.array)
 
@@ -176,28 +179,8 @@ class Mover:
         with resident.laps.of("touch_s"):
             self._copies.prepare(copy, pace)
         with resident.laps.of("copy_s"):
-            move(copy.parts, [memory.array], pace, self._kernels.copy_bytes)
+            move(copy.parts, [memory.array], pace, self._kernels.copy_bytes, self._config.threads)
         copy.digest = resident.digest
-
-    @contextlib.contextmanager
-    def _mapping(self, resident: Resident, memory: WeightMemory) -> Iterator[None]:
-        """Map the pages while they are filled through the slab: to look up 2 MiB costs half of what copying them does.
-
-        Before they are filled where requests run: no core is idle then. As map_s counts what the filling does not hide.
-        """
-        if self._bytes_per_s() is not None:
-            with resident.laps.of("map_s"):
-                memory.map()
-            yield
-            return
-        with ThreadPoolExecutor(1, "janus-map") as helper:
-            mapping = helper.submit(memory.map)
-            try:
-                yield
-            finally:
-                with resident.laps.of("map_s"):
-                    wait([mapping])
-            mapping.result()
 
     def _verify(self, resident: Resident, memory: WeightMemory) -> None:
         """The bytes are those that were first loaded: by samples always, every one of them when debugging."""

@@ -43,6 +43,34 @@ class UnderWay(msgspec.Struct, kw_only=True):
     total_bytes: Count | None
 
 
+class Prediction(msgspec.Struct, kw_only=True):
+    """What is expected of a model with a promise, at the traffic of the last period that had any, which ended age_s ago.
+
+    target, attained and predicted are shares of requests that keep all that was promised: wanted, seen in that period
+    (null where none ended), and expected; predicted_least and needs_most are what a cautious guess counts with. hbm,
+    compute and bandwidth are expected shares of what models may have of the device, needs is the largest of them;
+    busy_share is the time that it spent on this model in the last period. periods counts what was observed; fitted says
+    that this was learnt from, not only derived from the model's size and step times.
+    """
+
+    says: str
+    age_s: float
+    requests_per_s: float
+    tokens_per_s: float
+    target: float
+    attained: float | None
+    predicted: float
+    predicted_least: float
+    needs: float
+    needs_most: float
+    hbm: float
+    compute: float
+    bandwidth: float
+    busy_share: float | None
+    periods: Count
+    fitted: bool
+
+
 class ManagedModel(msgspec.Struct, kw_only=True):
     """Where one model stands. goal is the stage that an operator asked for and that is not reached yet.
 
@@ -50,7 +78,7 @@ class ManagedModel(msgspec.Struct, kw_only=True):
     what its weights take while it is active; held_pages and kv_pages are pages of the pool that it holds now. idle_s is
     null while it has requests or is not active. trouble is why the last order failed; null once one succeeded.
     prepared says that its tokenizer is read: a request need not wait for that. origin is how it became active, source
-    the node that it was copied from then.
+    the node that it was copied from then. prediction is null for a model without a promise, and until it was measured.
     """
 
     model: str
@@ -73,6 +101,7 @@ class ManagedModel(msgspec.Struct, kw_only=True):
     prepared: bool
     origin: Literal["load", "wake", "fork"] | None
     source: str | None
+    prediction: Prediction | None = None
 
 
 class ManagedList(msgspec.Struct, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from aiohttp import web
 from janus_server.admission import Admission, queue_bounds
 from janus_server.api.bodies import Limits
 from janus_server.applications import Applications
+from janus_server.attainment import Course
 from janus_server.config import ServeConfig
 from janus_server.executor import StepReport
 from janus_server.http.access import Access
@@ -22,6 +24,8 @@ from janus_server.metrics import Metrics
 from janus_server.network import is_local
 from janus_server.node import Node
 from janus_server.observe.trace import Tracer
+from janus_server.telemetry import Telemetry
+from janus_server.types import Request
 
 if TYPE_CHECKING:
     import ssl
@@ -41,7 +45,7 @@ class Listener:
         tracer: Tracer | None = None,
     ) -> Listener:  # fmt: skip
         """Serve on a bound socket, which is closed with the listener."""
-        metrics, limits = Metrics(), _limits(config)
+        metrics, limits = Metrics(functools.partial(_tell, node.telemetry)), _limits(config)
         node.on_step(lambda report: _observe(metrics, report))
         admission = _admission(config, keys)
         gate = Gate(_places(config, listening), keys, metrics)
@@ -101,3 +105,10 @@ def _places(config: ServeConfig, listening: socket.socket) -> Places:
 def _observe(metrics: Metrics, report: StepReport) -> None:
     if report.step is not None:
         metrics.model(report.model).step(report.step.total_s, report.step.device_s, report.step.tokens)
+
+
+def _tell(telemetry: Telemetry, request: Request, course: Course, on_time: bool | None) -> None:
+    """How a request went. One that took no time was turned away at the door: of its coming nobody has told."""
+    if course.open_s == 0.0:
+        telemetry.arrived(request)
+    telemetry.ended(request, course.tokens, on_time)

@@ -1,8 +1,8 @@
 """The Brain: events in, actions out; the one place that decides where models are and what runs when. Pure.
 
 `leader` feeds it and carries its actions out. It keeps a `Room` for each node (which models are up there), and the
-requests that wait to be begun (`Dispatcher`). Every order has a sentence that says why. The same events at the same
-times give the same actions, so that a journal of them replays.
+requests that wait to be begun (`Dispatcher`), and what is expected of models (`Foresight`). Every order has a sentence
+that says why. The same events at the same times give the same actions, so that a journal of them replays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from janus_server.orders import (
     Joined,
     Left,
     Lost,
+    Observed,
     Offered,
     Order,
     Report,
@@ -31,6 +32,8 @@ from janus_server.orders import (
     Wanted,
 )
 from janus_server.sched.dispatcher import Dispatcher
+from janus_server.sched.foresight import Forecast, Foresight
+from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.room import Room
 from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
 
@@ -49,6 +52,7 @@ class Brain:
             belief.order.id: room.node for room in memory.rooms for belief in room.models if belief.order is not None
         }
         self._dispatcher = Dispatcher(settings.ahead_s, memory.waiting)
+        self._foresight = Foresight(settings.oracle, settings.refit_every_s, memory.foreseen)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """What to do about `event`, which happened at `now`.
@@ -71,7 +75,17 @@ class Brain:
     def memory(self) -> Memory:
         """What it believes now, as a copy."""
         rooms = tuple(room.memory() for room in self._rooms.values())
-        return Memory(orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory())
+        return Memory(
+            orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory()
+        )
+
+    def forecast(self, model: str, now: float) -> Forecast | None:
+        """What is expected of a model at the traffic that was seen last; None where nothing is known."""
+        return self._foresight.forecast(model, now)
+
+    def fit_request(self, model: str) -> FitRequest | None:
+        """What a `Refit` wants fitted; None once it is answered or given up."""
+        return self._foresight.fit_request(model)
 
     def settled(self, node: str, model: str) -> bool:
         """True when the model is where it should be on the node: no order open, no wish, nobody waiting."""
@@ -125,6 +139,12 @@ class Brain:
             case Asked(model) if self._with(model):
                 actions.append(self._ask(event, now))
                 return self._rooms
+            case Observed():
+                for room in self._rooms.values():
+                    room.observed(event.models, now)
+                self._foresight.observed(event, now, actions)
+            case Fitted():
+                self._foresight.learn(event)
             case Tick():
                 return self._rooms
             case _:

@@ -24,6 +24,7 @@ from janus_server.sched.oracle_records import (
     FitRequest,
     Fitted,
     Hyper,
+    Learnt,
     Observation,
     Points,
     Subject,
@@ -45,8 +46,9 @@ class OracleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """sigmas: how many a pessimist adds to demand and takes from attainment.
 
     A window has at most `points` observations of the last keep_s; one that is half_life_s old counts as uncertain as
-    if it had the prior's variance for noise. window_s is how long what is asked about lasts. A model is fitted again
-    after refit_points new observations, or refit_s after the last fit if there is one at all.
+    if it had the prior's variance for noise. window_s is how long what is asked about lasts. A model is fitted first
+    with first_points observations, and again after refit_points new ones, or refit_s after the last fit if there is one
+    at all.
     """
 
     sigmas: float = 1.0
@@ -55,6 +57,7 @@ class OracleSettings(msgspec.Struct, frozen=True, kw_only=True):
     half_life_s: float = 7200.0
     alike: float = 0.1
     window_s: float = 120.0
+    first_points: int = 1
     refit_points: int = 8
     refit_s: float = 300.0
 
@@ -97,9 +100,14 @@ class Choice(NamedTuple):
 class Oracle:
     """All models that the cluster serves."""
 
-    def __init__(self, settings: OracleSettings | None = None) -> None:
+    def __init__(self, settings: OracleSettings | None = None, known: Sequence[Learnt] = ()) -> None:
+        """With what another one knew (`memory`), this one goes on where that one was."""
         self.settings = settings or OracleSettings()
-        self._models: dict[str, _Model] = {}
+        self._models = {one.name: _Model.of(one, self.settings) for one in known}
+
+    def memory(self) -> tuple[Learnt, ...]:
+        """What it knows of every model."""
+        return tuple(model.memory(name) for name, model in self._models.items())
 
     def know(self, name: str, subject: Subject) -> None:
         """From now on the model is served so. What was learnt of it on another device or promise is forgotten."""
@@ -113,6 +121,10 @@ class Oracle:
     def knows(self, name: str) -> bool:
         return name in self._models
 
+    def observations(self, name: str) -> int:
+        """How many it remembers of the model."""
+        return len(self._models[name].window) if name in self._models else 0
+
     def fitted(self, name: str) -> bool:
         """Whether what `attainment` says of it rests on observations, and not on the roofline alone."""
         return name in self._models and self._models[name].attainment is not None
@@ -122,7 +134,7 @@ class Oracle:
         model = self._models.get(name)
         if model is None or observation.replicas < 1 or not observation.features.request_rate > 0.0:
             return
-        model.window.add(observation, _inputs([observation.features], np.array([[observation.replicas]]))[0, 0])
+        model.window.add(observation, _row(observation))
 
     def next_fit(self, now: float) -> FitRequest | None:
         """The model whose fit is most out of date, if any is; by name among equals. It then counts as fitted."""
@@ -137,13 +149,8 @@ class Oracle:
     def learn(self, fitted: Fitted) -> None:
         """Of a model that is gone, or was fitted before it changed its shape, nothing."""
         model = self._models.get(fitted.model)
-        if model is None or (model.learnt_s is not None and fitted.at_s < model.learnt_s):
-            return
-        model.learnt_s = fitted.at_s
-        model.starts = tuple(gp.hyper for gp in (*fitted.demand, *filter(None, [fitted.attainment])))
-        model.demand = tuple(Posterior(gp) for gp in fitted.demand)
-        model.attainment = None if fitted.attainment is None else Posterior(fitted.attainment)
-        model.last_attainment = model.last_demand = None
+        if model is not None and (model.fitted is None or fitted.at_s >= model.fitted.at_s):
+            model.learn(fitted)
 
     def demand(self, asks: Sequence[Ask]) -> list[Demand]:
         """One for each ask, in order; asked again about the same, it answers from memory."""
@@ -242,7 +249,7 @@ class _Model:
         self.window = Window(settings.points, settings.keep_s, settings.alike)
         self.asked_added = 0
         self.asked_s: float | None = None
-        self.learnt_s: float | None = None
+        self.fitted: Fitted | None = None
         self.starts: tuple[Hyper, ...] = ()
         self.demand: tuple[Posterior, ...] = ()
         self.attainment: Posterior | None = None
@@ -251,8 +258,33 @@ class _Model:
         self.last_demand: Demand | None = None
         self.last_attainment: Attainment | None = None
 
+    @classmethod
+    def of(cls, known: Learnt, settings: OracleSettings) -> _Model:
+        model = cls(known.subject, settings)
+        # One by one, as they came: the same number may round otherwise among others.
+        model.window.restore(known.observations, [_row(one) for one in known.observations], known.added)
+        model.asked_added, model.asked_s = known.asked_added, known.asked_s
+        if known.fitted is not None:
+            model.learn(known.fitted)
+        return model
+
+    def memory(self, name: str) -> Learnt:
+        return Learnt(
+            name=name, subject=self.subject, observations=tuple(self.window.observations), added=self.window.added,
+            asked_added=self.asked_added, asked_s=self.asked_s, fitted=self.fitted,
+        )  # fmt: skip
+
+    def learn(self, fitted: Fitted) -> None:
+        self.fitted = fitted
+        self.starts = tuple(gp.hyper for gp in (*fitted.demand, *filter(None, [fitted.attainment])))
+        self.demand = tuple(Posterior(gp) for gp in fitted.demand)
+        self.attainment = None if fitted.attainment is None else Posterior(fitted.attainment)
+        self.last_attainment = self.last_demand = None
+
     def fresh(self, now: float, settings: OracleSettings) -> int:
         """Observations that no fit has seen, or 0 while a fit is not worth it."""
+        if self.window.added < settings.first_points:
+            return 0
         fresh = self.window.added - self.asked_added
         due = self.asked_s is None or not 0.0 <= now - self.asked_s < settings.refit_s
         return fresh if fresh >= settings.refit_points or (fresh and due) else 0
@@ -316,6 +348,12 @@ def _inputs(features: Sequence[Features], counts: Array) -> Array:
     ]
     rows[..., 6] = np.log(replica)
     return rows
+
+
+def _row(observation: Observation) -> Array:
+    """[7]: what the window compares observations by."""
+    row: Array = _inputs([observation.features], np.array([[observation.replicas]]))[0, 0]
+    return row
 
 
 def _share(log_odds: Array) -> Array:

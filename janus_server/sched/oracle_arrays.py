@@ -1,4 +1,7 @@
-"""The arrays within the oracle's records: little-endian float64 as bytes, to numpy and back. Pure."""
+"""The arrays within the oracle's records: little-endian float64 as bytes, to numpy and back.
+
+Apart from the records, so that whoever only passes those on need not load numpy. Pure.
+"""
 
 from __future__ import annotations
 

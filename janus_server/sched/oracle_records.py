@@ -124,11 +124,25 @@ class FittedGp(msgspec.Struct, frozen=True):
     noise: bytes
 
 
-class Fitted(msgspec.Struct, frozen=True):
-    """What came of a FitRequest. took_s is the processor time."""
+class Fitted(msgspec.Struct, frozen=True, tag=True):
+    """What came of a FitRequest. took_s is the processor time. The Brain hears it as an event."""
 
     model: str
     at_s: float
     demand: tuple[FittedGp, ...]
     attainment: FittedGp | None
     took_s: float
+
+
+class Learnt(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an oracle knows of one model. observations are in the order in which they came, of `added` in all;
+    asked_* are of the last fit that was asked for, `fitted` the last one that came back.
+    """
+
+    name: str
+    subject: Subject
+    observations: tuple[Observation, ...] = ()
+    added: int = 0
+    asked_added: int = 0
+    asked_s: float | None = None
+    fitted: Fitted | None = None

@@ -47,6 +47,10 @@ class Window:
         self._rows.append(row)
         self.added += 1
 
+    def restore(self, observations: Sequence[Observation], rows: Sequence[Array], added: int) -> None:
+        """Go on where another one was."""
+        self._observations, self._rows, self.added = list(observations), list(rows), added
+
     def expire(self, now_s: float) -> None:
         """A clock that jumped ahead must not empty the window: the newest observation stays."""
         while len(self) > 1 and self._observations[0].at_s < now_s - self._keep_s:

@@ -1,7 +1,8 @@
 """One node's room: which of its models are Active, and who makes way for whom. Pure; the Brain keeps one a node.
 
-A model that is wanted is served first come, first served; each takes the room it needs from idle models first (least
-recently used, weighed by what bringing them back costs) and, after some patience, from busy ones, which are drained.
+A model that is wanted is served first come, first served; each takes the room it needs from idle models first (those
+that are expected back the least, weighed by what bringing them back costs) and, after some patience, from busy ones,
+which are drained.
 Every order has a sentence that says why. The same events at the same times give the same orders.
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from janus_server.orders import Action, Answer, Done, Failed, Order, Refuse, Report, Stage, Verb, Wish
+from janus_server.sched.keep import Keep
+from janus_server.sched.oracle_records import Observation
 from janus_server.sched.state import Belief, BrainSettings, RoomMemory, Standing, pages_needed
 
 Numbered = Callable[[str, str, Verb, str, str | None], Order]
@@ -27,6 +30,7 @@ class Room:
         self.models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
         self.next_wake_s: float | None = None
         self._settings = settings
+        self._keep = Keep(settings.rate_half_life_s)
         self._number = number
 
     def memory(self) -> RoomMemory:
@@ -87,6 +91,13 @@ class Room:
                     belief.stage = Stage.ACTIVE
                 belief.busy = busy.running + busy.waiting
                 belief.idle_since_s = now - max(0.0, busy.idle_for_s)
+
+    def observed(self, models: Mapping[str, Observation], now: float) -> None:
+        """Which models had how many requests in a period, wherever they ran."""
+        for name, seen in models.items():
+            if name in self.models:
+                requests = seen.features.request_rate * self._settings.oracle.window_s
+                self._keep.seen(self.models[name], requests, now)
 
     def close(self, event: Done | Failed, now: float, actions: list[Action]) -> None:
         """An order of this node, which is open, came to its end."""
@@ -233,17 +244,14 @@ class Room:
         staying = [b for b in holders if not b.sinking]
         if self._fits_without(belief, staying, ()):
             return  # enough is on its way
-        idle = sorted((b for b in staying if b.idle), key=lambda b: _keep_value(b, now))
+        idle = sorted((b for b in staying if b.idle), key=lambda b: self._keep.value(b, now))
         victims = self._enough(belief, staying, idle)
         if victims is not None:
             for victim in victims:
                 if victim.order is not None:
                     continue  # its copy went to the one before; it follows when that is done
-                idle_s = now - victim.idle_since_s
-                name = victim.known.model
-                self._sleep(
-                    victim, f"{name}: idle for {idle_s:.1f} s, makes room for {belief.known.model}", now, actions
-                )
+                why = f"{victim.known.model}: {self._keep.why(victim, now)}, makes room for {belief.known.model}"
+                self._sleep(victim, why, now, actions)
             return
         # The one that has been Active longest gives way first: two models on room for one alternate.
         movable = [b for b in staying if b.order is None and not b.pinned]
@@ -295,7 +303,7 @@ class Room:
             missing = used + belief.known.host_bytes - self.host_bytes
             spare = [b for b in self.models.values() if b.copy and b.order is None and b is not belief]
             # The copy of an Active model is only missed when that one sleeps; of the others the least valuable goes.
-            spare.sort(key=lambda b: (b.stage is not Stage.ACTIVE, _keep_value(b, now)))
+            spare.sort(key=lambda b: (b.stage is not Stage.ACTIVE, self._keep.value(b, now)))
             dropped = []
             for other in spare:
                 if missing <= 0:
@@ -334,12 +342,3 @@ class Room:
 
     def _wake_by(self, due_s: float) -> None:
         self.next_wake_s = due_s if self.next_wake_s is None else min(self.next_wake_s, due_s)
-
-
-def _keep_value(belief: Belief, now: float) -> float:
-    """How much an idle model is worth keeping, lowest goes first: what bringing it back costs over how long it idles.
-
-    Example: idle 10 s with 0.1 s to wake (0.01) goes before idle 60 s with 3 s to load (0.05).
-    """
-    back_s = belief.reload_s if belief.copy else max(belief.load_s, 1e-3)
-    return back_s / max(now - belief.idle_since_s, 1e-3)

@@ -12,6 +12,8 @@ import msgspec
 
 from janus_server.orders import KnownModel, Order, Stage, Verb
 from janus_server.sched.dispatcher import Waiting
+from janus_server.sched.foresight import Foreseen
+from janus_server.sched.oracle import OracleSettings
 
 _RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _LOWERING = (Verb.SLEEP, Verb.UNLOAD)
@@ -23,7 +25,8 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     A busy model is drained for another only when that one has waited for patience_s and the busy one was Active for
     stay_s: with both, two models that share room for one take turns of some seconds instead of thrashing. After
     `tries` failures in a row those who wait are refused; after a lasting one everybody is, for broken_s. A device is
-    handed prompts while less than ahead_s of them lies before it.
+    handed prompts while less than ahead_s of them lies before it. What was observed of models is fitted anew every
+    refit_every_s at most; None: never. What was seen of a model's requests counts half after rate_half_life_s.
     """
 
     patience_s: float = 2.0
@@ -32,6 +35,9 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
     broken_s: float = 30.0
     ahead_s: float = 0.2
+    rate_half_life_s: float = 1200.0
+    refit_every_s: float | None = 60.0
+    oracle: OracleSettings = OracleSettings(window_s=30.0, first_points=30)
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -50,7 +56,7 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
     become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
     weights are to be tried first, offers the nodes that let theirs be copied, the best first; broken says why it cannot
-    be loaded, until retry_s.
+    be loaded, until retry_s. recent is how many requests it had, as of recent_s, older ones counted less.
     """
 
     known: KnownModel
@@ -71,6 +77,8 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     offers: tuple[str, ...] = ()
     failures: int = 0
     broken: str | None = None
+    recent: float = 0.0
+    recent_s: float = 0.0
 
     @classmethod
     def of(cls, known: KnownModel, now: float) -> Belief:
@@ -154,6 +162,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     orders: int = 0
     rooms: tuple[RoomMemory, ...] = ()
     waiting: Waiting = Waiting()
+    foreseen: Foreseen = Foreseen()
 
 
 def pages_needed(models: Iterable[Belief]) -> int:

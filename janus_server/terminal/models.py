@@ -167,6 +167,8 @@ def note(one: ManagedModel) -> str:
         found.append(f"from {printable(one.source)}")
     if one.prepared and one.stage == "cold":
         found.append("prepared")
+    if one.prediction is not None:
+        found.append(printable(one.prediction.says))
     if one.trouble is not None:
         found.append(printable(one.trouble))
     return ", ".join(found)

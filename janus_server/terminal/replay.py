@@ -13,7 +13,7 @@ import msgspec
 
 from janus_server import journal
 from janus_server.journal import Entry
-from janus_server.orders import Action, Answer, Dispatch, Order, Refuse, Report
+from janus_server.orders import Action, Answer, Dispatch, Order, Refit, Refuse, Report
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -63,3 +63,5 @@ def _sentence(action: Action) -> str:
             return f"refuse  {action.model}: {action.why}"
         case Answer():
             return f"answer  {action.why}"
+        case Refit():
+            return f"refit   {action.why}"

@@ -59,7 +59,12 @@ def attach(handle: Handle, pieces: Sequence[Piece]) -> PeerMemory:
 
 
 def copy_from(
-    region: PeerMemory, pieces: Sequence[Piece], into: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto
+    region: PeerMemory,
+    pieces: Sequence[Piece],
+    into: Sequence[np.ndarray],
+    pace: Pace,
+    copy: Copy = np.copyto,
+    threads: int = 1,
 ) -> None:
     """Fill `into`, parts of flat uint8, with the pieces of an attached region, in their order. Raises Stopped."""
-    move(into, [region.slab[p.source : p.source + p.size_bytes] for p in pieces], pace, copy)
+    move(into, [region.slab[p.source : p.source + p.size_bytes] for p in pieces], pace, copy, threads)

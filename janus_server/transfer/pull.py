@@ -93,9 +93,9 @@ class Pull:
             self._region.close()
             self._region = None
 
-    def copy(self, target: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto) -> None:
-        """Copy the peer's bytes over target, parts of flat uint8 of the wanted size. On a copy thread. Stops when the
-        pace says so, the peer dies or the grant's time is over."""
+    def copy(self, target: Sequence[np.ndarray], pace: Pace, copy: Copy = np.copyto, threads: int = 1) -> None:
+        """Copy the peer's bytes over target, parts of flat uint8 of the wanted size, as `move` does. On a copy thread.
+        Stops when the pace says so, the peer dies or the grant's time is over."""
         watched = Pace(
             pace.on_bytes,
             lambda: pace.may_go() and self._trouble() is None,
@@ -104,7 +104,7 @@ class Pull:
         if self._region is None:
             raise Bug("a peer's pages are attached before they are copied")
         try:
-            plane.copy_from(self._region, self._pieces, target, watched, copy)
+            plane.copy_from(self._region, self._pieces, target, watched, copy, threads)
         except Stopped:
             trouble = self._trouble()
             if trouble is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -76,3 +78,41 @@ def test_a_deadline_leaves_the_slowest_that_is_fine_twice_its_time() -> None:
     assert deadlines.limit_s(1_000_000_000, None) == 70
     assert deadlines.limit_s(1_000_000_000, 512 << 20) == 70
     assert deadlines.limit_s(1_000_000_000, 10e6) == 230
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_several_threads_share_the_pieces(threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    source = rng.integers(0, 256, 40 << 20, dtype=np.uint8)
+    target = np.zeros_like(source)
+    told: list[int] = []
+    names: set[str] = set()
+
+    def copy(to: np.ndarray, part: np.ndarray) -> None:
+        names.add(threading.current_thread().name)
+        time.sleep(0.01)
+        np.copyto(to, part)
+
+    move([target], [source[: 7 << 20], source[7 << 20 :]], Pace(told.append, lambda: True), copy, threads)
+    assert np.array_equal(target, source)
+    assert told == sorted(told) and told[-1] == len(source)
+    assert len(names) == threads
+
+
+def test_helpers_stop_with_the_move_and_leave_when_it_is_paced() -> None:
+    source = np.ones(80 << 20, np.uint8)
+    target = np.zeros_like(source)
+    done: list[int] = []
+    with pytest.raises(Stopped):
+        move([target], [source], Pace(done.append, lambda: len(done) < 3), np.copyto, 2)
+    names: list[str] = []
+
+    def copy(to: np.ndarray, part: np.ndarray) -> None:
+        names.append(threading.current_thread().name)
+        np.copyto(to, part)
+
+    done.clear()
+    pace = Pace(done.append, lambda: True, lambda: None if len(done) < 3 else 4e9)
+    move([target], [source], pace, copy, 2)
+    assert done[-1] == len(source)
+    assert set(names[6:]) == {threading.current_thread().name}

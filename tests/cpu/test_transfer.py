@@ -98,7 +98,8 @@ def test_a_pull_puts_every_run_where_it_belongs_and_nothing_else(pages: tuple[in
     handle = plane.register(memory)
     around = np.full(size + 128, 9, np.uint8)
     rate = cut.draw(st.sampled_from([None, 1e9, 1e5 * 8]))
-    plane.pull(handle, _pieces(granted, size), around[64 : 64 + size], Pace(lambda done: None, lambda: True, lambda: rate))
+    pace = Pace(lambda done: None, lambda: True, lambda: rate)
+    plane.pull(handle, _pieces(granted, size), around[64 : 64 + size], pace)
     expected = np.concatenate([memory.slab[p * 4096 : (p + 1) * 4096] for p in pages])[:size]
     assert np.array_equal(around[64 : 64 + size], expected)
     assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {9}

@@ -92,7 +92,7 @@ async def test_a_move_in_that_takes_too_long_is_undone(
 async def test_a_sleep_that_takes_too_long_leaves_the_model_serving(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(target: Any, source: Any, pace: Pace, copy: Any) -> None:
+    def endless(target: Any, source: Any, pace: Pace, *more: Any) -> None:
         while pace.may_go():
             time.sleep(0.002)
         raise Stopped

@@ -31,7 +31,7 @@ REASON = re.compile(r"#\s*(?:noqa: BLE001)?[\s(,-]*(?!noqa)\w+\W+\w+")
 PURE = (
     "types.py", "errors.py", "units.py", "suggest.py", "admission.py", "tokens/detokenize.py", "api/*.py", "sched/*.py",
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
-    "applications.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
+    "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
 )  # fmt: skip
 IMPURE_MODULES = frozenset(
     {"asyncio", "time", "random", "secrets", "torch", "logging", "socket", "subprocess", "threading", "os", "uvloop"}

@@ -1,0 +1,128 @@
+"""What the Brain expects of each model's traffic: the live side of the oracle. Pure; the Brain owns one.
+
+Observations and fits come in as events; out go requests for new fits, and forecasts for whoever looks. A forecast
+answers for the traffic that was seen last. Models without a promise, or not measured yet, have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from janus_server.orders import Action, Observed, Refit
+from janus_server.sched.oracle import Ask, Oracle, OracleSettings
+from janus_server.sched.oracle_records import Features, FitRequest, Fitted, Learnt, Observation
+
+# A fit that has brought nothing after so long never will: its process ran out of something.
+LATE_S = 120.0
+
+
+class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `Foresight` knows at one moment. latest are the last observations with traffic, request the open fit."""
+
+    models: tuple[Learnt, ...] = ()
+    latest: dict[str, Observation] = {}
+    request: FitRequest | None = None
+    asked_s: float | None = None
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected of one replica of a model at the traffic of features, which were seen age_s ago.
+
+    attainment is the share of requests on time, attainment_least the pessimist's. hbm, compute and bandwidth are the
+    medians of shares of the device, device_most the pessimist's largest of them. on_time of `requests` attained their
+    promise in the window that was seen. fitted: it rests on observations, not on the model's shape alone.
+    """
+
+    features: Features
+    age_s: float
+    attainment: float
+    attainment_least: float
+    hbm: float
+    compute: float
+    bandwidth: float
+    device_most: float
+    observations: int
+    fitted: bool
+    requests: int
+    on_time: int
+
+
+class Foresight:
+    """An `Oracle`, what each model's traffic was last, and the fit that is under way."""
+
+    def __init__(self, settings: OracleSettings, refit_every_s: float | None, known: Foreseen | None = None) -> None:
+        """refit_every_s None: nothing is ever fitted, forecasts rest on shapes and step times."""
+        known = known or Foreseen()
+        self._refit_every_s = refit_every_s
+        self._oracle = Oracle(settings, known.models)
+        self._latest = dict(known.latest)
+        self._request = known.request
+        self._asked_s = known.asked_s
+
+    def memory(self) -> Foreseen:
+        """What it knows now."""
+        return Foreseen(
+            models=self._oracle.memory(), latest=dict(self._latest), request=self._request, asked_s=self._asked_s
+        )
+
+    def observed(self, event: Observed, now: float, actions: list[Action]) -> None:
+        """Take a period in, and have the model fitted that needs it most, if it is time for that."""
+        for name, subject in event.subjects.items():
+            self._oracle.know(name, subject)
+        for name, observation in event.models.items():
+            self._oracle.observe(name, observation)
+            if self._oracle.knows(name) and observation.replicas > 0 and observation.features.request_rate > 0.0:
+                self._latest[name] = observation
+        self._refit(now, actions)
+
+    def learn(self, fitted: Fitted) -> None:
+        """A fit came back; one that is not the last that was asked for counts too."""
+        self._oracle.learn(fitted)
+        if self._request is not None and self._request.model == fitted.model:
+            self._request = None
+
+    def fit_request(self, model: str) -> FitRequest | None:
+        """What the last `Refit` of the model wants fitted, while that is open."""
+        return self._request if self._request is not None and self._request.model == model else None
+
+    def forecast(self, model: str, now: float) -> Forecast | None:
+        """None of a model that is not known yet, or had no traffic while it was."""
+        seen = self._latest.get(model)
+        if seen is None or not self._oracle.knows(model):
+            return None
+        ask: Sequence[Ask] = [Ask(model, seen.features, (1,))]
+        demand, attainment = self._oracle.demand(ask)[0], self._oracle.attainment(ask)[0]
+        hbm, compute, bandwidth = (float(share) for share in demand.median[0])
+        return Forecast(
+            features=seen.features,
+            age_s=max(0.0, now - seen.at_s),
+            attainment=float(attainment.expected[0]),
+            attainment_least=float(attainment.least[0]),
+            hbm=hbm,
+            compute=compute,
+            bandwidth=bandwidth,
+            device_most=float(demand.most[0].max()),
+            observations=self._oracle.observations(model),
+            fitted=self._oracle.fitted(model),
+            requests=seen.requests,
+            on_time=seen.on_time,
+        )
+
+    def _refit(self, now: float, actions: list[Action]) -> None:
+        every_s = self._refit_every_s
+        if every_s is None:
+            return
+        since_s = LATE_S if self._asked_s is None else now - self._asked_s
+        # A clock that jumped back must not stop it for ever.
+        if 0.0 <= since_s < (every_s if self._request is None else max(every_s, LATE_S)):
+            return
+        request = self._oracle.next_fit(now)
+        self._request = request
+        if request is None:
+            return
+        self._asked_s = now
+        seen = self._oracle.observations(request.model)
+        why = f"{request.model}: fit its demand and attainment to {seen} observed periods"
+        actions.append(Refit(request.model, why))

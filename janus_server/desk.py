@@ -37,10 +37,13 @@ class FrontDesk:
         self._left: list[str] = []
 
     def ready(self, flow: Flow, call: Call) -> None:
+        if call.id in self._calls:  # its ticket still waits, though its model was away meanwhile
+            return
         self._calls[call.id] = flow, call
         tokens = call.prompt_tokens
         self._arrived[call.id] = Ticket(
-            id=call.id, model=flow.model, prompt_tokens=tokens, arrived_s=call.entered_s, ttft_s=call.ttft_s,
+            id=call.id, model=flow.model, prompt_tokens=tokens, arrived_s=call.arrived_s, ttft_s=call.ttft_s,
+            priority=call.priority,
             work_s=self._costs[flow.model].prompt_s(tokens, 0.0, self._step_tokens, Shape()),
         )  # fmt: skip
 
@@ -63,7 +66,7 @@ class FrontDesk:
         return traffic
 
     def begin(self, dispatch: Dispatch) -> None:
-        """Let requests run; those that have left meanwhile are told of as left at the next `take`."""
+        """Let requests run, but for those that have left; that is told at the next `take`."""
         for request in dispatch.requests:
             if request in self._calls:
                 flow, call = self._calls[request]

@@ -25,7 +25,7 @@ from janus_server.model.runner import Runner
 from janus_server.observe.log import facts
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import IDLE_PERIODS, Scarcity
-from janus_server.sched.turn import Turn
+from janus_server.sched.turn import Choice, Turn
 from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Reading, Request, Sampled
 
 log = logging.getLogger("janus.executor")
@@ -313,7 +313,20 @@ class DeviceThread:
         """Run one step of one model; False when no model has anything to run."""
         now = time.monotonic()
         at_work = [(model, engine.batcher) for model, engine in self._engines.items() if not engine.batcher.idle]
-        for choice in self._turn.choices(now, at_work) if at_work else ():
+        if not at_work:
+            return False
+        try:
+            return self._step_first(self._turn.choices(now, at_work), now)
+        except Exception as error:  # noqa: BLE001 - as in _guard, but whose turn it is is everybody's
+            log.error("whose turn it is cannot be told, so every model at work ends: %s", error)
+            for model, _ in at_work:
+                if model in self._engines:
+                    self._fail(self._engines[model], error)
+            return True
+
+    def _step_first(self, choices: Iterator[Choice], now: float) -> bool:
+        """Run a step of the first of these that has one to run."""
+        for choice in choices:
             engine = self._engines.get(choice.model)
             if engine is None:  # torn down a moment ago
                 continue

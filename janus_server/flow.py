@@ -51,7 +51,8 @@ class AtOnce:
 class Flow:
     """The calls to one model. held are those that wait for it: it is not Active, or is being drained.
 
-    A call is held for at most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it.
+    A call is held for at most `patience_s`. running counts the requests of calls that run; only a `Flow` writes it, and
+    `open`: whether calls may run.
     """
 
     def __init__(self, model: str, device: DeviceThread, desk: Desk, patience_s: float = 120.0) -> None:
@@ -61,7 +62,7 @@ class Flow:
         self.idle_since_s = time.monotonic()
         self.running = 0
         self._desk = desk
-        self._open = False
+        self.open = False
         self._running: dict[Call, None] = {}
         self._ready: dict[Call, None] = {}
         self._held: dict[Call, None] = {}
@@ -73,11 +74,11 @@ class Flow:
 
     @property
     def ready(self) -> int:
-        """Calls that may run and are not begun."""
-        return len(self._ready)
+        """Requests of calls that may run and are not begun."""
+        return sum(call.prompts for call in self._ready)
 
     def enter(self, call: Call) -> None:
-        if self._open:
+        if self.open:
             self._make_ready(call)
         else:
             self._held[call] = None
@@ -110,13 +111,13 @@ class Flow:
 
     def hold(self) -> None:
         """Calls that are not begun wait; those that run go on."""
-        self._open = False
+        self.open = False
         self._held = {**self._ready, **self._held}
         self._ready = {}
 
     def serve(self) -> None:
         """Calls may run from now on, first those that were held, in the order they came."""
-        self._open = True
+        self.open = True
         self.idle_since_s = time.monotonic()
         held, self._held = self._held, {}
         for call in held:

@@ -99,20 +99,29 @@ class ServedModel:
         self._flow = flow
         self._streams = streams
 
-    def submit(self, requests: Sequence[Request], matchers: Sequence[Any] = ()) -> Call:
+    def submit(
+        self, requests: Sequence[Request], matchers: Sequence[Any] = (), arrived_s: float | None = None
+    ) -> Call:
         """A call to enter with `async with`: entering queues its requests, leaving cancels what has not ended.
 
         matchers are the compiled grammars of the requests, None for one without; they are given away. None at all where
-        no request has one.
+        no request has one. arrived_s, monotonic, is when it came to the server, from which promises count; now, where
+        that is not said.
         """
-        return Call(requests, matchers, self.tokenizer, self._flow, self._streams)
+        return Call(requests, matchers, self.tokenizer, self._flow, self._streams, arrived_s)
 
 
 class Call:
     """The requests of one API call and what has come back of them."""
 
     def __init__(
-        self, requests: Sequence[Request], matchers: Sequence[Any], tokenizer: Tokenizer, flow: Flow, streams: Streams
+        self,
+        requests: Sequence[Request],
+        matchers: Sequence[Any],
+        tokenizer: Tokenizer,
+        flow: Flow,
+        streams: Streams,
+        arrived_s: float | None,
     ) -> None:
         require(len(matchers) in (0, len(requests)), "one matcher a request, or none at all")
         self._flow = flow
@@ -127,6 +136,7 @@ class Call:
             for prompt, request in enumerate(requests)
         ]
         self.entered_s = 0.0
+        self.arrived_s = time.monotonic() if arrived_s is None else arrived_s
         self._unfinished = sum(request.n for request in requests)
         self._unbegun = len(requests)
         self._arrived: list[tuple[_Answer, Emit]] = []
@@ -170,7 +180,11 @@ class Call:
         """The model is there: its requests queue, with the age they have."""
         self._started = True
         for answer, matcher in zip(self._answers, self._matchers, strict=True):
-            self._flow.device.post(Submit(self._flow.model, answer.request, self.entered_s, matcher))
+            self._flow.device.post(Submit(self._flow.model, answer.request, self.arrived_s, matcher))
+
+    @property
+    def priority(self) -> int:
+        return self._answers[0].request.priority
 
     def begun(self) -> None:
         """The prompt of one of its requests is computed."""

@@ -6,6 +6,8 @@ actions, so a decision that surprised somebody can be looked at afterwards. Noth
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ from janus_server.sched.state import BrainSettings, Memory
 VERSION: Final = 1
 # A day of a busy node (two events a second of 400 bytes) is 70 MB.
 MOST_BYTES: Final = 64 << 20
-_MOST_LINE_BYTES: Final = 16 << 20
+# A heading may be large: what was learnt of one model takes up to 200 KB.
+_MOST_LINE_BYTES: Final = 256 << 20
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
@@ -101,13 +104,15 @@ class Journal:
             self._file = None
 
     def _begin(self) -> None:
-        """Start a file, the one before it kept as PATH.1."""
+        """Start a file; the one that lies there is kept as PATH.1, the one before that is lost."""
         if self._file is not None:
             self._file.close()
-            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            if not self._path.is_char_device():  # /dev/stderr is nobody's to rename
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         # Unbuffered: what was written is there when the process is killed, at 5 us a line.
-        self._file = os.fdopen(handle, "wb", buffering=0)
+        self._file = os.fdopen(os.open(self._path, flags, 0o600), "wb", buffering=0)
         self._bytes = 0
         brain = self._brain
         self._append(Heading(term=brain.term, settings=brain.settings, memory=brain.memory()))
@@ -115,7 +120,8 @@ class Journal:
     def _append(self, line: Heading | Entry) -> None:
         if self._file is not None:
             data = self._encoder.encode(line) + b"\n"
-            self._file.write(data)
+            if self._file.write(data) != len(data):  # half a line in the middle would spoil all that follows
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._bytes += len(data)
 
 

@@ -74,7 +74,6 @@ class Leader:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._wanted: frozenset[str] = frozenset()
-        self._telling = False
         self._due = False
 
     def join(self, pool_pages: int, host_bytes: int) -> None:
@@ -108,7 +107,8 @@ class Leader:
     def lost(self, model: str) -> None:
         """The device thread tore the model's instance down."""
         stage = self._lifecycle.lost(model)
-        self.tell(Lost(self._node, model, stage, self._lifecycle.has_copy(model)))
+        # Before any report: the Brain must not hand it one more request because it has not heard yet.
+        self._tell(Lost(self._node, model, stage, self._lifecycle.has_copy(model)))
 
     def changed(self) -> None:
         """Calls came or went: tell the Brain who is wanted now. Several changes within one turn of the loop are one."""
@@ -117,14 +117,17 @@ class Leader:
             asyncio.get_running_loop().call_soon(self._tell_changes)
 
     def tell(self, event: Event) -> list[Action]:
-        """Bring one event to the Brain and act on what it decides."""
+        """Bring one event to the Brain, how busy the node is before it, and act on what it decides."""
+        return self._tell(self._lifecycle.report(self._node), event)
+
+    def _tell(self, *events: Event) -> list[Action]:
         now = time.monotonic()
         actions: list[Action] = []
-        for one in (self._lifecycle.report(self._node), event):
-            led_to = self._brain.on(one, now)
-            self._record(Entry(now, one, tuple(led_to)))
+        for event in events:
+            led_to = self._brain.on(event, now)
+            self._record(Entry(now, event, tuple(led_to)))
             actions += led_to
-        self._seen(event)
+            self._seen(event)
         for action in actions:
             self._seen(action)
             self._act(action)
@@ -151,12 +154,11 @@ class Leader:
                 self._start(self._look_for(wanted))
             return
         self._looked &= wanted
-        gone, self._wanted = self._wanted - wanted, wanted
-        for name in sorted(gone):
-            self.tell(Unwanted(name))
-        for name in sorted(wanted):
-            self.tell(Wanted(name))
-        if not gone and not wanted and traffic is None:
+        gone, fresh, self._wanted = self._wanted - wanted, wanted - self._wanted, wanted
+        news = [*map(Unwanted, sorted(gone)), *map(Wanted, sorted(fresh))]
+        for event in news:
+            self.tell(event)
+        if not news and traffic is None:
             self.tell(Tick())
 
     def _act(self, action: Action) -> None:
@@ -167,6 +169,7 @@ class Leader:
                 refused = Refused(why, status=503, kind="server_error", code="model_unavailable",
                                   retry_after_s=retry_after_s)  # fmt: skip
                 self._lifecycle.residents[model].flow.refuse(refused)
+                self._wanted -= {model}  # who comes after them wants it anew
             case Dispatch():
                 self._desk.begin(action)
             case Refit(model, why):

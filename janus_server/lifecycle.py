@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from janus_server.observe.log import decision
 from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Phases, Report, Stage, Verb
 from janus_server.resident import DEADLINES, Deadlines, Laps, Mover, NotNow, Progress, Resident
 from janus_server.sched.scarcity import Scarcity
+from janus_server.threads import ended, whole
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.frames import PeerTrouble
 from janus_server.transfer.grants import BeingRead, Grants, Offer
@@ -191,8 +192,8 @@ class Lifecycle:
     # Orders
 
     async def _carry_out(self, order: Order, resident: Resident) -> Done | Failed:
-        start_s = time.monotonic()
-        if resident.stage is Stage.ACTIVE and order.verb in (Verb.LOAD, Verb.WAKE, Verb.FORK):
+        start_s, before = time.monotonic(), resident.stage
+        if resident.stage is Stage.ACTIVE and order.verb.raises:
             return self._done(order, resident, 0.0)
         resident.stop, resident.trouble, resident.laps = False, None, Laps()
         steps: Mapping[Verb, Callable[[Resident], Awaitable[None]]] = {
@@ -212,6 +213,8 @@ class Lifecycle:
             gone = isinstance(error.__cause__, OSError)  # a file that cannot be opened or read now may come back
             return self._failed(order, resident, UNREADABLE, lasting=not gone)
         except (OSError, Stopped) as error:
+            if limit.expired() and resident.stage is not before:  # time was over when there was nothing left to undo
+                return self._done(order, resident, time.monotonic() - start_s)
             resident.trouble = error
             if limit.expired():
                 log.error("%s: %s was undone: it took longer than %.0f s", order.model, order.verb.value, limit_s)
@@ -281,7 +284,7 @@ class Lifecycle:
                 await self._on_device(lambda: self._take_in(memory, engine))
         except BaseException:
             # A cancel that comes while the device thread takes it in finds it there: it goes back all the same.
-            await _whole(self._take_back(resident, memory))
+            await whole(self._take_back(resident, memory))
             raise
         finally:
             prepared.cancel()
@@ -322,7 +325,7 @@ class Lifecycle:
         name, memory, engine = resident.name, resident.memory, resident.engine
         if memory is None or engine is None:
             raise NotNow("it is not on the device")
-        detached = False
+        detached, served = False, resident.flow.open
 
         def detach() -> bool:
             nonlocal detached
@@ -340,10 +343,12 @@ class Lifecycle:
             if not self.has_copy(name):
                 self._copies.drop(name)
             if detached:
-                await _whole(self._on_device(lambda: self._device.attach(engine)))
-            resident.flow.serve()
+                await whole(self._on_device(lambda: self._device.attach(engine)))
+            # Not what was being drained, nor what was torn down meanwhile: whether those serve is the Brain's to say.
+            if served and resident.stage is Stage.ACTIVE:
+                resident.flow.serve()
             raise
-        await _whole(self._let_go(resident, memory, keep))
+        await whole(self._let_go(resident, memory, keep))
 
     async def _let_go(self, resident: Resident, memory: WeightMemory, keep: bool) -> None:
         if not keep:
@@ -365,34 +370,12 @@ class Lifecycle:
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run `work` between two steps. Once asked for it is done, also when this is cancelled."""
-        answer = asyncio.wrap_future(self._device.ask(work))
-        try:
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            await asyncio.wait([answer])
-            raise
+        return await ended(asyncio.wrap_future(self._device.ask(work)))
 
     async def _on_copy_thread(self, resident: Resident, work: Callable[[], T]) -> T:
-        """Run `work` on a copy thread. When this is cancelled, the work is told and has ended before it is left:
-        nobody may unmap what a thread still writes."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
+        """Run `work` on a copy thread; when this is cancelled, the work is told to stop."""
+
+        def stop() -> None:
             resident.stop = True
-            await asyncio.wait([running])
-            raise
 
-
-async def _whole(work: Coroutine[Any, Any, Any]) -> None:
-    """Do all of `work`, also when this is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue
-        raise
+        return await ended(asyncio.get_running_loop().run_in_executor(self._threads, work), stop)

@@ -39,6 +39,21 @@ class Verb(enum.Enum):
     UNLOAD = "unload"
     EVICT = "evict"
 
+    @property
+    def raises(self) -> bool:
+        """It brings the model onto the device."""
+        return self in (Verb.LOAD, Verb.WAKE, Verb.FORK)
+
+    @property
+    def lowers(self) -> bool:
+        """It takes the model from the device."""
+        return self in (Verb.SLEEP, Verb.UNLOAD)
+
+    @property
+    def ends(self) -> bool:
+        """It ends with Done or Failed; the others take effect at once."""
+        return self not in (Verb.DRAIN, Verb.SERVE)
+
 
 class Wish(enum.Enum):
     """What an operator asks of one model; the Brain decides what that takes."""
@@ -98,6 +113,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     work_s: float
     arrived_s: float
     ttft_s: float | None = None
+    priority: int = 0
 
 
 # Events

@@ -24,7 +24,7 @@ from janus_server.flow import Flow
 from janus_server.instance import ServedModel
 from janus_server.kernels.table import Kernels
 from janus_server.kv.host import HostCopies, HostCopy
-from janus_server.kv.move import Pace, Stopped, full_digest, move, sampled_digest
+from janus_server.kv.move import Clock, Pace, Stopped, full_digest, move, sampled_digest
 from janus_server.kv.xtensor import WeightMemory, XTensor
 from janus_server.model.load import load_weights
 from janus_server.model.weights import Weights
@@ -132,10 +132,16 @@ class Mover:
         """Map the reserved pages and read the checkpoint into them."""
         opened = resident.opened = reopened(resident.opened)
 
+        clock, moved_bytes = Clock(self._pace(resident, 0)), 0
+
         def progress(done: int, total: int) -> None:
+            nonlocal moved_bytes
             if resident.stop:
                 raise Stopped
             self._progress(opened.name, done, total)
+            clock.next_piece_bytes()
+            clock.wait(done - moved_bytes)
+            moved_bytes = done
 
         with resident.laps.of("map_s"):
             memory.map()

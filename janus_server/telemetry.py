@@ -195,8 +195,18 @@ class _Lengths:
         return mean, max(0.0, self.squares / self.count - mean * mean)
 
 
+class _Use:
+    """Of the device: rows are sequences that drew a token in a step, prompt_tokens what was computed beside them."""
+
+    __slots__ = ("busy_s", "most_pages", "most_rows", "prompt_tokens", "rows", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.prompt_tokens = self.most_rows = self.most_pages = 0
+        self.busy_s = 0.0
+
+
 class _Model:
-    """One model in the period that runs. rows are sequences that drew a token in a step, prompt_tokens the others."""
+    """One model: what came and ended, and how it used the device, in the period that runs."""
 
     def __init__(self, name: str) -> None:
         self.busy_share: float | None = None
@@ -204,13 +214,11 @@ class _Model:
         self._weights, self._kv = Owner(name, PageKind.WEIGHTS), Owner(name, PageKind.KV)
         self.measured: Measured | None = None
         self._calibration: Calibration | None = None
-        self._subject: Subject | None = None
         self._physics: Physics | None = None
         self._sampled = 0
         self._weight_pages = 0
         self._last_outputs = (0.0, 0.0)
-        self.outputs = _Lengths()
-        self._clear()
+        self.inputs, self.outputs, self._use = _Lengths(), _Lengths(), _Use()
 
     def watch(self, measured: Measured) -> None:
         self.measured = measured
@@ -223,13 +231,13 @@ class _Model:
         # A batcher that was made anew counts from 0.
         drawn = max(0, stats.sampled_tokens - self._sampled)
         self._sampled = stats.sampled_tokens
-        rows = min(drawn, step.tokens)
-        self._steps += 1
-        self._busy_s += step.total_s
-        self._rows += rows
-        self._prompt_tokens += step.tokens - rows
-        self._most_rows = max(self._most_rows, stats.running, rows)
-        self._most_pages = max(self._most_pages, report.pages.get(self._kv, 0))
+        rows, use = min(drawn, step.tokens), self._use
+        use.steps += 1
+        use.busy_s += step.total_s
+        use.rows += rows
+        use.prompt_tokens += step.tokens - rows
+        use.most_rows = max(use.most_rows, stats.running, rows)
+        use.most_pages = max(use.most_pages, report.pages.get(self._kv, 0))
         self._weight_pages = report.pages.get(self._weights, 0)
         if self._calibration is not None:
             self._calibration.step(rows, step.tokens - rows, step.total_s)
@@ -242,9 +250,8 @@ class _Model:
         if device is None:
             return None
         self._calibration = None
-        self._subject = Subject(model=self.measured.shape, device=device, promise=self.measured.promise)
         self._physics = physics_of(self.measured.shape, device, 1)
-        return self._subject
+        return Subject(model=self.measured.shape, device=device, promise=self.measured.promise)
 
     def observation(self, now: float, period_s: float, replicas: int, pool: Pool) -> Observation:
         input_mean, input_variance = self.inputs.mean_and_variance()
@@ -272,20 +279,15 @@ class _Model:
     def clear(self, period_s: float) -> None:
         """A new period begins. What ended without anything coming is told with the next period in which something
         comes: for the oracle a window without traffic says nothing."""
-        self.busy_share = self._busy_s / period_s
-        self._clear()
-
-    def _clear(self) -> None:
-        self.inputs = _Lengths()
-        self._steps = self._rows = self._prompt_tokens = self._most_rows = self._most_pages = 0
-        self._busy_s = 0.0
+        self.busy_share = self._use.busy_s / period_s
+        self.inputs, self._use = _Lengths(), _Use()
 
     def _hbm(self, features: Features, page_tokens: int, pool: Pool) -> float:
         """The most that weights and KV took. What the prefix cache alone holds is given up on demand, so KV pages count
         as far as the sequences that ran at once would fill them."""
         tokens = features.input_mean + features.output_mean
-        filled = self._most_rows * math.ceil(max(tokens, 1.0) / page_tokens)
-        return (self._weight_pages + min(self._most_pages, filled)) / pool.pages
+        filled = self._use.most_rows * math.ceil(max(tokens, 1.0) / page_tokens)
+        return (self._weight_pages + min(self._use.most_pages, filled)) / pool.pages
 
     def _work(self, features: Features, physics: Physics, period_s: float) -> tuple[float, float]:
         """Shares of what the device reaches: FLOPs, and bytes that were read.
@@ -293,9 +295,10 @@ class _Model:
         A prompt's token looks at half of its prompt on average (longer prompts have more tokens, hence the mean
         square), a drawn one at the prompt and half of the answer; the weights are read once a step.
         """
+        use = self._use
         square = features.input_variance + features.input_mean**2
         context = features.input_mean + features.output_mean / 2.0
-        pairs = self._prompt_tokens * square / (2.0 * max(features.input_mean, 1.0)) + self._rows * context
-        flops = (self._prompt_tokens + self._rows) * physics.token_flops + pairs * physics.pair_flops
-        read = self._steps * physics.dense_bytes + (self._prompt_tokens + self._rows * context) * physics.kv_bytes
+        pairs = use.prompt_tokens * square / (2.0 * max(features.input_mean, 1.0)) + use.rows * context
+        flops = (use.prompt_tokens + use.rows) * physics.token_flops + pairs * physics.pair_flops
+        read = use.steps * physics.dense_bytes + (use.prompt_tokens + use.rows * context) * physics.kv_bytes
         return float(flops / period_s / physics.flops_s), float(read / period_s / physics.bytes_s)

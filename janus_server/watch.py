@@ -20,8 +20,6 @@ PROGRESS_EVERY_S = 0.2
 PROGRESS_QUEUE = 32
 QUEUE = 1024
 
-RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
-_WITHOUT_END = (Verb.DRAIN, Verb.SERVE)
 
 
 class Subscription:
@@ -89,7 +87,7 @@ class Watch:
     def see(self, news: Event | Action) -> None:
         """The leader heard or decided something."""
         order = None
-        if isinstance(news, Order) and news.verb not in _WITHOUT_END:
+        if isinstance(news, Order) and news.verb.ends:
             self._orders[news.id] = news
             self._tasks[news.model] = _Task(news)
         elif isinstance(news, Done | Failed):
@@ -155,7 +153,7 @@ class Watch:
                 self._failed_forks.pop(model, None)
             case Done() if order is not None:
                 self._troubles.pop(order.model, None)
-                if order.verb in RAISING:
+                if order.verb.raises:
                     self._origins[order.model] = order
             case Failed(reason=reason) if order is not None:
                 self._troubles[order.model] = reason

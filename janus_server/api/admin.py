@@ -44,7 +44,7 @@ class UnderWay(msgspec.Struct, kw_only=True):
 
 
 class Prediction(msgspec.Struct, kw_only=True):
-    """What is expected of a model with a promise, at the traffic of the last period that had any, which ended age_s ago.
+    """What is expected of a model with a promise at the traffic of the last period that had any, which ended age_s ago.
 
     target, attained and predicted are shares of requests that keep all that was promised: wanted, seen in that period
     (null where none ended), and expected; predicted_least and needs_most are what a cautious guess counts with. hbm,

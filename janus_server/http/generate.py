@@ -123,7 +123,7 @@ class Generate:
             watch = request[CALL] = CallWatch(metrics, counts, call, arrived_s)
             try:
                 matchers = await self._matchers(model, call)
-                async with model.submit(call.requests, matchers) as running:
+                async with model.submit(call.requests, matchers, arrived_s) as running:
                     news = entry.over(running)
                     if call.stream:
                         return await self._stream(request, style.stream(call, model.tokenizer), news, watch)

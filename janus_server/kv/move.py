@@ -81,7 +81,7 @@ class _Run:
         self.over = False
         self._pace = pace
         self._copy = copy
-        self._clock = _Clock(pace)
+        self._clock = Clock(pace)
         self._pieces = paired(target, source, self._clock.next_piece_bytes)
         self._done = 0
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class _Run:
         return len(part)
 
 
-class _Clock:
+class Clock:
     """Keeps a move at its pace, piece by piece, as the pace changes."""
 
     def __init__(self, pace: Pace) -> None:

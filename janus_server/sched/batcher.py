@@ -21,7 +21,7 @@ from janus_server.sched.chunk import chunk_of
 from janus_server.sched.placer import Placer
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.seen import Seen
-from janus_server.sched.sequence import Sequence, by_age
+from janus_server.sched.sequence import Sequence, by_seniority
 from janus_server.sched.share import share
 from janus_server.types import (
     Batch,
@@ -256,7 +256,7 @@ class Batcher:
             self._kept_out = None
             self.waiting.pop(0)
             seq.started_s = now if seq.started_s is None else seq.started_s
-            bisect.insort(self.running, seq, key=by_age)
+            bisect.insort(self.running, seq, key=by_seniority)
             admitted.append(seq)
             wanted += seq.gap
         return admitted
@@ -324,7 +324,7 @@ class Batcher:
             if seq.seen is not None:
                 sibling.seen = Seen(seq.seen.prompt_ids)
             if len(self.running) < self._most_running and self._placer.fork(seq, sibling, len(self.running)):
-                bisect.insort(self.running, sibling, key=by_age)
+                bisect.insort(self.running, sibling, key=by_seniority)
             else:
                 self._queue(sibling)
 
@@ -340,7 +340,7 @@ class Batcher:
         return Sequence(self._next_number, request, index, now, grammar)
 
     def _queue(self, seq: Sequence) -> None:
-        bisect.insort(self.waiting, seq, key=by_age)
+        bisect.insort(self.waiting, seq, key=by_seniority)
 
     def _enrol(self, seq: Sequence) -> None:
         self._by_id.setdefault(seq.request.id, []).append(seq)
@@ -359,7 +359,7 @@ class Batcher:
 
 def _take_out(group: list[Sequence], seq: Sequence) -> bool:
     """Remove a sequence from a list in the order of age; False when it is not in it."""
-    at = bisect.bisect_left(group, by_age(seq), key=by_age)
+    at = bisect.bisect_left(group, by_seniority(seq), key=by_seniority)
     if at == len(group) or group[at] is not seq:
         return False
     del group[at]

@@ -114,6 +114,7 @@ class Brain:
             case Left(node):
                 self._rooms.pop(node, None)
                 self._open = {order: where for order, where in self._open.items() if where != node}
+                self._dispatcher.gone(node)
             case Traffic():
                 self._hear_traffic(event, now)
             case Wanted(model):
@@ -210,7 +211,7 @@ class Brain:
 
     def _dispatch(self, event: Event, now: float, actions: list[Action]) -> None:
         """Hand over what devices that are nearly free shall begin, unless that was looked at a moment ago."""
-        if not isinstance(event, Traffic | Report):
+        if actions or not isinstance(event, Traffic | Report):
             self._dispatcher.changed(now)
         due_s = self._dispatcher.due_s(now)
         if due_s is None or due_s > now:
@@ -229,6 +230,6 @@ class Brain:
 
     def _number(self, node: str, model: str, verb: Verb, why: str, source: str | None) -> Order:
         self._orders += 1
-        if verb not in (Verb.DRAIN, Verb.SERVE):  # those take effect at once and have no end of their own
+        if verb.ends:
             self._open[self._orders] = node
         return Order(self.term, self._orders, node, model, verb, why, source)

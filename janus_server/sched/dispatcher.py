@@ -17,9 +17,8 @@ from janus_server.orders import Ticket
 from janus_server.sched.backlog import Backlog, Cadence
 from janus_server.sched.dispatch import dispatch_live
 from janus_server.sched.jobs import Job, Machine, extended
+from janus_server.sched.sequence import UNPROMISED_TTFT_S
 
-# What a request waits for at most, as far as it goes, where nobody promised anything.
-UNPROMISED_S: Final = 10.0
 # A plan for 1,000 waiting requests takes a few milliseconds; so many events within this time are one plan.
 SPACING_S: Final = 0.005
 
@@ -45,8 +44,8 @@ class Dispatcher:
 
     A device is given work while less than ahead_s of it lies before it: enough that it never runs dry between two
     decisions, and little enough that who comes next can still be put before those who wait here. What is late already
-    is planned with a longer objective, twice as long each time; beyond 16 times it goes before everything else, so
-    nobody waits for ever.
+    is planned with a longer objective, twice as long each time; beyond 16 times it goes before everything else, also
+    before a higher priority, so nobody waits for ever.
 
     Example: ahead_s 0.1, one device; a (work 1 s, due in 5 s) is begun at once; b (2 s, due in 9 s) and c (1 s, due in
     3 s) wait. When a is nearly done, c is begun, then b.
@@ -70,9 +69,6 @@ class Dispatcher:
     def __len__(self) -> int:
         """How many requests wait."""
         return len(self._waiting)
-
-    def waiting(self, model: str) -> int:
-        return sum(ticket.model == model for ticket in self._waiting.values())
 
     def backlog_s(self, machine: str, now: float) -> float:
         """How much prefill work lies before a device."""
@@ -100,20 +96,30 @@ class Dispatcher:
         if machine is not None or self._waiting.pop(request, None) is not None:
             self._cadence.changed(now)
 
+    def gone(self, machine: str) -> None:
+        """A device is gone, and what it was given."""
+        self._backlogs.pop(machine, None)
+        self._given = {request: where for request, where in self._given.items() if where != machine}
+
     def changed(self, now: float) -> None:
         """A device takes requests for one more model, or for one less."""
         if self._waiting:
             self._cadence.changed(now)
 
     def due_s(self, now: float) -> float | None:
-        """When to call `begin` at the latest; None while nothing waits.
+        """When to call `begin` at the latest; None where only an event can change anything.
 
-        A device that is busy for longer than was predicted is asked about again: its news comes as an event.
+        A device at work is looked at when it is expected to be nearly free, and every ahead_s once it should have been.
+        One that is idle beside those who wait takes none of their models: that changes by an event.
         """
         if not self._waiting:
             return None
-        busy_s = min((b.start_s(now) - self._ahead_s for b in self._backlogs.values()), default=math.inf)
-        return max(min(self._cadence.due_s(), busy_s), now)
+        due_s = self._cadence.due_s()
+        for backlog in self._backlogs.values():
+            if len(backlog):
+                planned_s = now if self._cadence.planned_s is None else self._cadence.planned_s
+                due_s = min(due_s, max(backlog.start_s(now) - self._ahead_s, planned_s + self._ahead_s))
+        return None if due_s == math.inf else max(due_s, now)
 
     def begin(self, now: float, machines_of: Callable[[str], Sequence[str]]) -> list[Given]:
         """What to begin now. machines_of(model) are the devices that take its requests just now.
@@ -132,10 +138,13 @@ class Dispatcher:
         return given
 
     def _next(self, now: float, holders: Mapping[str, tuple[str, ...]]) -> list[Given]:
-        """What free devices begin of the model whose request is due first; [] when none is free for what waits."""
+        """What free devices begin next; [] when none is free for what waits.
+
+        Higher priorities first; of those the model whose request is due first, of which any can be begun.
+        """
         machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
         free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
-        jobs: dict[str, list[Job]] = {}
+        jobs: dict[tuple[int, str], list[Job]] = {}
         for ticket in self._waiting.values():
             if free.isdisjoint(holders[ticket.model]):
                 continue
@@ -143,13 +152,13 @@ class Dispatcher:
             if job is None:
                 first = min((machines[name] for name in holders[ticket.model]), key=lambda m: (m.start_s, m.id))
                 return [self._give(ticket, first.id, now)]
-            jobs.setdefault(ticket.model, []).append(job)
-        if not jobs:
-            return []
-        model = min(jobs, key=lambda one: min((job.deadline_s, job.arrival_s, job.id) for job in jobs[one]))
-        plan = dispatch_live(jobs[model], [machines[name] for name in holders[model]])
-        picks = plan.ready(now, self._ahead_s)
-        return [self._give(self._waiting[pick.job.id], pick.machine, now) for pick in picks]
+            jobs.setdefault((-ticket.priority, ticket.model), []).append(job)
+        due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in group) for kind, group in jobs.items()}
+        for kind in sorted(jobs, key=lambda kind: (kind[0], due[kind])):
+            plan = dispatch_live(jobs[kind], [machines[name] for name in holders[kind[1]]])
+            if picks := plan.ready(now, self._ahead_s):
+                return [self._give(self._waiting[pick.job.id], pick.machine, now) for pick in picks]
+        return []
 
     def _give(self, ticket: Ticket, machine: str, now: float) -> Given:
         del self._waiting[ticket.id]
@@ -162,5 +171,5 @@ class Dispatcher:
 
 
 def _job(ticket: Ticket) -> Job:
-    promised_s = UNPROMISED_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
+    promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
     return Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)

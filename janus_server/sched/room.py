@@ -28,7 +28,7 @@ class Room:
         self.pool_pages = memory.pool_pages
         self.host_bytes = memory.host_bytes
         self.models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
-        self.next_wake_s: float | None = None
+        self.next_wake_s = memory.next_wake_s
         self._settings = settings
         self._keep = Keep(settings.rate_half_life_s)
         self._number = number
@@ -36,7 +36,10 @@ class Room:
     def memory(self) -> RoomMemory:
         """What is believed of the node now, as a copy."""
         models = tuple(msgspec.structs.replace(belief) for belief in self.models.values())
-        return RoomMemory(node=self.node, pool_pages=self.pool_pages, host_bytes=self.host_bytes, models=models)
+        return RoomMemory(
+            node=self.node, pool_pages=self.pool_pages, host_bytes=self.host_bytes, models=models,
+            next_wake_s=self.next_wake_s,
+        )  # fmt: skip
 
     def settled(self, model: str) -> bool:
         """True when the model is where it should be: no order open, no wish, nobody waiting."""

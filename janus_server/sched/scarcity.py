@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.pages import PagePool
-from janus_server.sched.sequence import Sequence, by_age
+from janus_server.sched.sequence import Sequence, by_seniority
 
 if TYPE_CHECKING:
     from janus_server.sched.batcher import Batcher
@@ -80,7 +80,7 @@ class Scarcity:
         less.
         """
         while not self.evict(n):
-            if self._preempt_youngest(n, None) is None:
+            if self._preempt_last(n, None) is None:
                 return False
         return True
 
@@ -96,7 +96,7 @@ class Scarcity:
     def make_room(self, n: int, asker: Sequence, kv: KvPages) -> bool:
         """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""
         while not self.evict(n, kv):
-            if self._preempt_youngest(n, kv) in (None, asker):
+            if self._preempt_last(n, kv) in (None, asker):
                 return False
         return True
 
@@ -132,7 +132,7 @@ class Scarcity:
             givers.append((batcher, found))
         return givers if missing <= 0 and above <= 0 else None
 
-    def _preempt_youngest(self, n: int, kv: KvPages | None) -> Sequence | None:
+    def _preempt_last(self, n: int, kv: KvPages | None) -> Sequence | None:
         """Preempt the youngest running sequence whose pages would help `kv` to n more; None when there is none.
 
         The node's oldest is no victim. A sequence of another model helps only as far as that one is above its floor
@@ -141,13 +141,13 @@ class Scarcity:
         running = [(seq, batcher) for batcher in self._batchers for seq in batcher.running]
         if len(running) < 2:
             return None
-        oldest = min((seq for seq, _ in running), key=by_age)
+        oldest = min((seq for seq, _ in running), key=by_seniority)
         capped = kv is not None and self.capped(n, kv)
         helpful = {id(b) for b in self._batchers if b.kv is kv or (not capped and _pinned_surplus(b))}
         victims = [(seq, batcher) for seq, batcher in running if seq is not oldest and id(batcher) in helpful]
         if not victims:
             return None
-        victim, batcher = max(victims, key=lambda one: by_age(one[0]))
+        victim, batcher = max(victims, key=lambda one: by_seniority(one[0]))
         batcher.preempt(victim)
         return victim
 

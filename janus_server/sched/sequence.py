@@ -103,6 +103,6 @@ def _rows_to_read(request: Request) -> tuple[int, int]:
     return 0, 0 if request.prompt_logprobs is None else rows - 1
 
 
-def by_age(seq: Sequence) -> tuple[float, int]:
+def by_seniority(seq: Sequence) -> tuple[float, int]:
     """More senior first; among those of one priority that is older first, ties by number."""
     return seq.order

@@ -15,9 +15,6 @@ from janus_server.sched.dispatcher import Waiting
 from janus_server.sched.foresight import Foreseen
 from janus_server.sched.oracle import OracleSettings
 
-_RAISING = (Verb.LOAD, Verb.WAKE, Verb.FORK)
-_LOWERING = (Verb.SLEEP, Verb.UNLOAD)
-
 
 class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How eager the Brain is.
@@ -95,11 +92,11 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def rising(self) -> bool:
-        return self.order is not None and self.order.verb in _RAISING
+        return self.order is not None and self.order.verb.raises
 
     @property
     def sinking(self) -> bool:
-        return self.order is not None and self.order.verb in _LOWERING
+        return self.order is not None and self.order.verb.lowers
 
     @property
     def serving(self) -> bool:
@@ -154,6 +151,7 @@ class RoomMemory(msgspec.Struct, frozen=True, kw_only=True):
     pool_pages: int
     host_bytes: int
     models: tuple[Belief, ...]
+    next_wake_s: float | None = None
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from server_process import tiny_model
 from janus_server import lifecycle, resident
 from janus_server.config import ServeConfig, serve_config
 from janus_server.errors import BadModel, Refused
+from janus_server.executor import Submit
 from janus_server.kv.xtensor import WeightMemory
 from janus_server.node import Node
 from janus_server.orders import Stage, Wish
@@ -265,3 +266,71 @@ async def test_a_model_is_made_while_another_is_scored(models: dict[str, Path]) 
             made = [asyncio.create_task(generate(node, name, 2, round_)) for name in ("b", "c")]
             assert await asyncio.gather(*(scores(10 * round_ + i) for i in range(4))) == [expected] * 4
             await asyncio.gather(*made)
+
+
+async def test_a_drained_model_whose_sleep_fails_still_makes_way(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flow stays shut while the Brain drains it: opened by the failure, it would count as busy for ever."""
+    async with opened(settings(models, ROOM_FOR_ONE)) as node:
+        await generate(node, "a")
+        failures = [OSError(12, "no memory"), OSError(12, "no memory")]
+
+        def fails_twice(*arguments: Any, **more: Any) -> None:
+            if failures:
+                raise failures.pop()
+            return real(*arguments, **more)
+
+        real = resident.move
+        monkeypatch.setattr(resident, "move", fails_twice)
+        stop = False
+
+        async def busy() -> None:
+            number = 0
+            while not stop:
+                number += 1
+                await generate(node, "a", 24, number)
+
+        keeping_busy = asyncio.create_task(busy())
+        await asyncio.sleep(0.1)
+        tokens, end = await asyncio.wait_for(generate(node, "b"), 30)
+        assert end is FinishReason.LENGTH and not failures
+        stop = True
+        await asyncio.wait_for(keeping_busy, 30)
+        await books_are_right(node)
+
+
+async def test_what_waits_beside_a_model_that_is_torn_down_is_served_by_the_next_one(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who was not running yet hears of it: the Brain knows before it hands the model another request."""
+    async with opened(settings(models, ROOM_FOR_ALL)) as node:
+        expected = await generate(node, "a", 8, 99)
+        thread = node._device
+        assert thread is not None
+        engine = thread._engines["a"]
+        plan, broken = engine.batcher.plan, []
+
+        def breaks_once(*arguments: Any, **more: Any) -> Any:
+            if not broken:
+                broken.append(True)
+                raise RuntimeError("a kernel failed")
+            return plan(*arguments, **more)
+
+        monkeypatch.setattr(engine.batcher, "plan", breaks_once)
+        post, astray = thread.post, []
+
+        def watched(command: Any) -> None:
+            if isinstance(command, Submit) and stage(node, "a") is not Stage.ACTIVE:
+                astray.append(command.request.id)
+            post(command)
+
+        monkeypatch.setattr(thread, "post", watched)
+        brain = node._leader._brain  # type: ignore[union-attr]
+        # The first ones are given to the device, the others wait for it.
+        monkeypatch.setattr(brain._dispatcher, "_ahead_s", 1e-9)
+        answers = await asyncio.wait_for(asyncio.gather(*(generate(node, "a", 8, i) for i in range(12))), 30)
+        assert not astray
+        whole = [answer for answer in answers if answer[1] is not FinishReason.ERROR]
+        assert 0 < len(whole) < 12 and whole == [expected] * len(whole)
+        await books_are_right(node)

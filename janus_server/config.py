@@ -52,7 +52,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     page_bytes: int = 2 << 20
-    copy_bytes_per_s: int | None = 512 << 20
+    copy_bytes_per_s: int | None = 256 << 20
     max_model_len: int | None = None
     idle_after_s: float | None = None
     preload: bool = True

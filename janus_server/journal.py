@@ -23,7 +23,7 @@ from janus_server.sched.state import BrainSettings, Memory
 VERSION: Final = 1
 # A day of a busy node (two events a second of 400 bytes) is 70 MB.
 MOST_BYTES: Final = 64 << 20
-# A heading may be large: what was learnt of one model takes up to 200 KB.
+# A heading may be large: what was learnt of one model takes some 100 KB.
 _MOST_LINE_BYTES: Final = 256 << 20
 
 
@@ -113,9 +113,9 @@ class Journal:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         # Unbuffered: what was written is there when the process is killed, at 5 us a line.
         self._file = os.fdopen(os.open(self._path, flags, 0o600), "wb", buffering=0)
-        self._bytes = 0
         brain = self._brain
         self._append(Heading(term=brain.term, settings=brain.settings, memory=brain.memory()))
+        self._bytes = 0  # a heading that is larger than the rest may be must not begin another file at once
 
     def _append(self, line: Heading | Entry) -> None:
         if self._file is not None:

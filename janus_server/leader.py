@@ -155,7 +155,7 @@ class Leader:
             return
         self._looked &= wanted
         gone, fresh, self._wanted = self._wanted - wanted, wanted - self._wanted, wanted
-        news = [*map(Unwanted, sorted(gone)), *map(Wanted, sorted(fresh))]
+        news: list[Event] = [*map(Unwanted, sorted(gone)), *map(Wanted, sorted(fresh))]
         for event in news:
             self.tell(event)
         if not news and traffic is None:

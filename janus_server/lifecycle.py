@@ -82,7 +82,7 @@ class Lifecycle:
         self._copies = copies
         self._peering = peering
         self._deadlines = deadlines
-        self._mover = Mover(config, kernels, copies, progress, self._copy_rate)
+        self._mover = Mover(config, kernels, copies, progress, self.copy_rate)
         self.grants = Grants()
         self.cards: Mapping[str, ModelCard] = {one.name: one.card(config.prefix_cache) for one in catalogue}
         self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
@@ -307,7 +307,7 @@ class Lifecycle:
         """
         try:
             with resident.laps.of("unmap_s"):
-                await self._on_copy_thread(resident, memory.unmap)
+                await self._on_copy_thread(resident, lambda: memory.unmap(self._mover.between(resident)))
         except OSError as error:
             log.warning("%s: its addresses stay mapped: %s", resident.name, error.strerror)
         await self._on_device(memory.release)
@@ -356,7 +356,7 @@ class Lifecycle:
         await self._vacate(resident, memory)
         resident.stage = Stage.WARM if keep else Stage.COLD
 
-    def _copy_rate(self) -> float | None:
+    def copy_rate(self) -> float | None:
         """How fast weights may move now; None is full speed."""
         return self._config.copy_bytes_per_s if self.serving else None
 

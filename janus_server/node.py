@@ -215,7 +215,9 @@ class Node:
         peers = None
         if self._peering is not None:
             names = [one.name for one in opened.catalogue]
-            self._peers = PeerServer(self._peering, opened.memory, lifecycle.grants, lifecycle.offer, names)
+            self._peers = PeerServer(
+                self._peering, opened.memory, lifecycle.grants, lifecycle.offer, names, lifecycle.copy_rate
+            )
             peers = Peers(self._peering, {o.name: want_of(o, opened.kernels, None) for o in opened.catalogue})
             await peers.look()
         self.cards = MappingProxyType(lifecycle.cards)

@@ -144,7 +144,7 @@ class Mover:
             moved_bytes = done
 
         with resident.laps.of("map_s"):
-            memory.map()
+            memory.map(self.between(resident))
         with resident.laps.of("copy_s"):
             resident.weights = load_weights(
                 opened.checkpoint, opened.placed, self._kernels, memory.array, progress, threads=self._config.threads
@@ -158,7 +158,7 @@ class Mover:
     def wake(self, resident: Resident, memory: WeightMemory, copy: HostCopy) -> None:
         """Copy the host copy into the reserved pages and map them."""
         with resident.laps.of("map_s"):
-            memory.map()
+            memory.map(self.between(resident))
         with resident.laps.of("copy_s"):
             pace = self._pace(resident, copy.size_bytes)
             move(memory.parts(), copy.parts, pace, self._kernels.copy_bytes, self._config.threads)
@@ -169,7 +169,7 @@ class Mover:
         """Copy a peer's pages into the reserved ones and map them. PeerTrouble."""
         with resident.laps.of("map_s"):
             pull.attach()
-            memory.map()
+            memory.map(self.between(resident))
         with resident.laps.of("copy_s"):
             pace = self._pace(resident, memory.size_bytes)
             pull.copy(memory.parts(), pace, self._kernels.copy_bytes, self._config.threads)
@@ -194,6 +194,16 @@ class Mover:
         copy = self._copies.get(resident.name)
         if log.isEnabledFor(logging.DEBUG) and copy is not None:
             require(full_digest([memory.array]) == full_digest(copy.parts), f"{resident.name}: other bytes in the copy")
+
+    def between(self, resident: Resident) -> Callable[[int], None]:
+        """Rests between parts of mapping and unmapping, which take a quarter of what copying as much does."""
+        clock = Clock(self._pace(resident, 0))
+
+        def rest(size_bytes: int) -> None:
+            clock.next_piece_bytes()
+            clock.wait(size_bytes // 4)
+
+        return rest
 
     def _pace(self, resident: Resident, total: int) -> Pace:
         return Pace(

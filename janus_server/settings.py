@@ -91,7 +91,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         never(units.parse_bytes),
         ("--copy-rate",),
         "bytes a second at which weights are moved while requests run, so that streams do not stutter; never for no "
-        "limit (default 512MiB; at full speed while nothing runs)",
+        "limit (default 256MiB; at full speed while nothing runs)",
         "SIZE",
     ),
     Setting(

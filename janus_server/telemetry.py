@@ -3,8 +3,9 @@
 `node` owns one and feeds it on the loop: requests that come, requests that end, steps; each costs a few additions. Once
 a period `take` makes an `Observed` of it. It decides nothing and predicts nothing. Times are monotonic seconds.
 
-Traffic counts requests by when they come, their outputs by when they end. FLOPs and bytes are not metered but computed
-from what ran (steps, tokens, rows) by the roofline, over what this device was measured to reach (`calibrate`).
+Traffic counts requests by when they come, their outputs by when they end. FLOPs and bytes are not metered: the roofline
+computes how they are to each other from what ran (steps, tokens, rows) and what this device reaches (`calibrate`), and
+the time that the steps took says how much both are.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ def measured(catalogue: Sequence[OpenedModel], applications: Applications) -> di
         listed = applications.of_model(one.name)
         promise = strictest(listed)
         if promise is not None:
-            attain = max(one.promise.attain for one in listed)
-            found[one.name] = Measured(_shape_of(one), promise, attain, one.kv.page_tokens)
+            found[one.name] = Measured(_shape_of(one), promise, _target(listed), one.kv.page_tokens)
     return found
 
 
@@ -80,6 +80,11 @@ def strictest(applications: Sequence[Application]) -> Promise | None:
     ttft_s = min((one.promise.ttft_s for one in applications if one.promise.ttft_s is not None), default=None)
     tpot_s = min((one.promise.tpot_s for one in applications if one.promise.tpot_s is not None), default=None)
     return None if ttft_s is None and tpot_s is None else Promise(ttft_s or _ANY_S, tpot_s or _ANY_S)
+
+
+def _target(applications: Sequence[Application]) -> float:
+    """The share that is to be on time, where several promise: the largest."""
+    return max(one.promise.attain for one in applications if one.promise.ttft_s or one.promise.tpot_s)
 
 
 class Telemetry:
@@ -290,7 +295,8 @@ class _Model:
         return (self._weight_pages + min(self._use.most_pages, filled)) / pool.pages
 
     def _work(self, features: Features, physics: Physics, period_s: float) -> tuple[float, float]:
-        """Shares of what the device reaches: FLOPs, and bytes that were read.
+        """Shares of what the device reaches: FLOPs, and bytes that were read. The larger is the share of the time that
+        steps took: what they were short of was in use all that time, and the other in proportion.
 
         A prompt's token looks at half of its prompt on average (longer prompts have more tokens, hence the mean
         square), a drawn one at the prompt and half of the answer; the weights are read once a step.
@@ -301,4 +307,6 @@ class _Model:
         pairs = use.prompt_tokens * square / (2.0 * max(features.input_mean, 1.0)) + use.rows * context
         flops = (use.prompt_tokens + use.rows) * physics.token_flops + pairs * physics.pair_flops
         read = use.steps * physics.dense_bytes + (use.prompt_tokens + use.rows * context) * physics.kv_bytes
-        return float(flops / period_s / physics.flops_s), float(read / period_s / physics.bytes_s)
+        compute, bandwidth = float(flops / physics.flops_s), float(read / physics.bytes_s)
+        busy_share = use.busy_s / period_s / max(compute, bandwidth, 1e-9)
+        return compute * busy_share, bandwidth * busy_share

@@ -7,9 +7,17 @@ part of it: one descriptor that can only be read on a CPU, one a page on a GPU; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 Array = Any  # Flat uint8: numpy.ndarray on a CPU; on a GPU what has __cuda_array_interface__. Both have len and slices.
+
+
+Between = Callable[[int], None]
+
+
+def at_once(size_bytes: int) -> None:
+    """No rest between the parts."""
 
 
 class Window(Protocol):
@@ -23,10 +31,13 @@ class Window(Protocol):
     def array(self) -> Array:
         """The whole range; to touch it while nothing is mapped is a fault."""
 
-    def map(self, pages: tuple[int, ...]) -> None:
-        """Put these pages behind the addresses, in order; as many as the window has. OSError leaves nothing mapped."""
+    def map(self, pages: tuple[int, ...], between: Between = at_once) -> None:
+        """Put these pages behind the addresses, in order; as many as the window has. OSError leaves nothing mapped.
 
-    def unmap(self) -> None:
+        between(size_bytes) is called after every part of what takes its time, and may rest.
+        """
+
+    def unmap(self, between: Between = at_once) -> None:
         """Take whatever is mapped out again; nothing may use it any more. Fine where nothing is mapped."""
 
     def close(self) -> None:

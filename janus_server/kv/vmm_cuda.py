@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from janus_server.errors import BadConfig, require
+from janus_server.kv.vmm import Between, at_once
 from janus_server.units import format_bytes
 
 log = logging.getLogger("janus.memory")
@@ -151,13 +152,13 @@ class CudaWindow:
     def array(self) -> DeviceArray:
         return self._range.array
 
-    def map(self, pages: tuple[int, ...]) -> None:
-        """Map pages in order, or none of them. DriverRefused where the driver would not."""
+    def map(self, pages: tuple[int, ...], between: Between = at_once) -> None:
+        """Map pages in order, or none of them, in one go. DriverRefused where the driver would not."""
         handles = self._memory._handles
         self._range.map([handles[page] for page in pages], self._memory._device.read_write)
 
-    def unmap(self) -> None:
-        """Take whatever is mapped out again; the addresses stay reserved."""
+    def unmap(self, between: Between = at_once) -> None:
+        """Take whatever is mapped out again, in one go; the addresses stay reserved."""
         self._range.unmap()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from janus_server.kv.blocks import pages_for
 from janus_server.kv.move import Pace
 from janus_server.kv.pages import PagePool, Reservation
 from janus_server.kv.touched import Touched
-from janus_server.kv.vmm import Array, DeviceMemory
+from janus_server.kv.vmm import Array, Between, DeviceMemory, at_once
 from janus_server.kv.vmm_cpu import runs
 from janus_server.types import Owner, PageKind
 
@@ -132,13 +132,16 @@ class WeightMemory:
             left -= size
         return found
 
-    def map(self) -> None:
-        """Put the reserved pages behind the addresses, in place of what an unmap that failed left there."""
+    def map(self, between: Between = at_once) -> None:
+        """Put the reserved pages behind the addresses, in place of what an unmap that failed left there.
+
+        between(size_bytes) may rest after every part.
+        """
         require(self._reservation is not None, "pages are reserved before they are mapped")
         if self._mapped:
             self.unmap()
         if self._reservation is not None:
-            self._window.map(self._reservation.pages)
+            self._window.map(self._reservation.pages, between)
             self._mapped = True
 
     def commit(self) -> None:
@@ -147,9 +150,9 @@ class WeightMemory:
         if self._reservation is not None:
             self.pages, self._reservation = self._reservation.commit(), None
 
-    def unmap(self) -> None:
+    def unmap(self, between: Between = at_once) -> None:
         """Take the pages from behind the addresses; nothing may use the weights any more."""
-        self._window.unmap()
+        self._window.unmap(between)
         self._mapped = False
 
     def release(self) -> None:

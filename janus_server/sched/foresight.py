@@ -82,6 +82,8 @@ class Foresight:
         self._oracle.learn(fitted)
         if self._request is not None and self._request.model == fitted.model:
             self._request = None
+        # Its equations take milliseconds to solve, once: for one model now, not for all when somebody looks.
+        self.forecast(fitted.model, fitted.at_s)
 
     def fit_request(self, model: str) -> FitRequest | None:
         """What the last `Refit` of the model wants fitted, while that is open."""

@@ -20,7 +20,7 @@ class Keep:
     """An observation counts half after half_life_s.
 
     On a recorded day of 62 applications, with room for a quarter to three quarters of them, this order brings back 1 to
-    20 % less than the one by idle time alone, for half-lives of 5 to 20 minutes (tests/pure/test_keep.py).
+    25 % less than the one by idle time alone, for half-lives of 5 to 20 minutes (tests/pure/test_keep.py).
     """
 
     def __init__(self, half_life_s: float) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-VERSION: Final = 2
+VERSION: Final = 3
 ASK_MOST_BYTES: Final = 4096
 # 250,000 runs of pages: 100 GB in pages of 2 MiB without two neighbours are 50,000.
 ANSWER_MOST_BYTES: Final = 4 << 20
@@ -93,6 +93,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """The pages, in the window's order, may be read for a while. The descriptor of their memory comes with the frame.
 
     digest is `kv/move.sampled_digest` of the size_bytes that were asked for. region_bytes is how much may be mapped.
+    bytes_per_s is how fast the source asks to be read, because it serves requests; None is as fast as it goes.
     """
 
     node: _Text
@@ -103,6 +104,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     runs: tuple[Run, ...]
     digest: _Count
     expires_in_s: float
+    bytes_per_s: float | None = None
 
 
 class Valid(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -66,6 +66,7 @@ class Pull:
         self, link: Link, granted: Granted, handle: plane.Handle, want: Want, ends_s: float, peering: Peering
     ) -> None:
         self.digest = granted.digest
+        self._asked_bytes_per_s = granted.bytes_per_s
         self._link = link
         self._grant = granted.grant
         self._handle = handle
@@ -99,7 +100,7 @@ class Pull:
         watched = Pace(
             pace.on_bytes,
             lambda: pace.may_go() and self._trouble() is None,
-            lambda: _slower(pace.bytes_per_s(), self._peering.bytes_per_s),
+            lambda: _slower(pace.bytes_per_s(), self._peering.bytes_per_s, self._asked_bytes_per_s),
         )
         if self._region is None:
             raise Bug("a peer's pages are attached before they are copied")
@@ -182,13 +183,15 @@ def _check(granted: Granted, source: str, want: Want) -> None:
         raise PeerTrouble("the peer granted pages that it does not have")
     if not math.isfinite(granted.expires_in_s):
         raise PeerTrouble("the peer's grant has no end")
+    if granted.bytes_per_s is not None and not 0 < granted.bytes_per_s < math.inf:
+        raise PeerTrouble("the peer asks for a rate that is none")
     if want.digest not in (None, granted.digest):
         raise PeerTrouble("the peer holds other weights than were here before")
 
 
-def _slower(first: float | None, second: float | None) -> float | None:
-    """The lower of two rates; None is no limit."""
-    given = [rate for rate in (first, second) if rate is not None]
+def _slower(*rates: float | None) -> float | None:
+    """The lowest of several rates; None is no limit."""
+    given = [rate for rate in rates if rate is not None]
     return min(given, default=None)
 
 

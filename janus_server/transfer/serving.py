@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from janus_server.kv.move import unpaced
 from janus_server.kv.vmm_cpu import CpuMemory, runs
 from janus_server.transfer import plane
 from janus_server.transfer.frames import (
@@ -53,8 +54,11 @@ class PeerServer:
         grants: Grants,
         offers: Callable[[str], Offer | None],
         models: Sequence[str] = (),
+        bytes_per_s: Callable[[], float | None] = unpaced,
     ) -> None:
-        """models are those that whoever looks is told of, where offers(model) has something to say."""
+        """models are those that whoever looks is told of, where offers(model) has something to say. bytes_per_s() is
+        how fast this node's memory may be read now."""
+        self._bytes_per_s = bytes_per_s
         self._peering = peering
         self._models = tuple(models)
         self._page_bytes = memory.page_bytes
@@ -157,6 +161,7 @@ class PeerServer:
             runs=tuple(Run(first, count) for first, count in runs(grant.pages)),
             digest=given.offer.digest,
             expires_in_s=max(grant.expires_s - time.monotonic(), 0.0),
+            bytes_per_s=self._bytes_per_s(),
         )
 
     def _lasts_s(self, size_bytes: int) -> float:

@@ -82,7 +82,9 @@ class FakeModel:
         self.live: set[str] = set()
         self.aborted: list[str] = []
 
-    def submit(self, requests: Sequence[types.Request], matchers: Sequence[object] = ()) -> Merged:
+    def submit(
+        self, requests: Sequence[types.Request], matchers: Sequence[object] = (), arrived_s: float | None = None
+    ) -> Merged:
         return Merged([self.generate(request) for request in requests])
 
     async def generate(self, request: types.Request) -> AsyncGenerator[types.Delta, None]:

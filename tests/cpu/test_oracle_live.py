@@ -1,4 +1,4 @@
-"""The oracle on a real server's own telemetry: a little load, a fit by the real process, and what operators are shown."""
+"""The oracle on a real server's own telemetry: a little load, a fit by the real process, what operators are shown."""
 
 from __future__ import annotations
 

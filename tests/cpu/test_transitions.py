@@ -152,14 +152,14 @@ async def test_a_cancel_at_any_moment_leaves_a_stage_that_is_true(models: dict[s
 async def test_weights_move_slowly_only_while_requests_run(models: dict[str, Path]) -> None:
     async with opened(settings(models, ROOM_FOR_ALL, copy_rate="4MB")) as node:
         one = life(node)
-        assert one._copy_rate() is None and one.resting
+        assert one.copy_rate() is None and one.resting
         running = asyncio.create_task(generate(node, "a", 300))
         await until(lambda: one.serving)
-        assert one._copy_rate() == 4_000_000 and not one.resting
+        assert one.copy_rate() == 4_000_000 and not one.resting
         slow = await order(node, "b", Verb.SLEEP)
         assert isinstance(slow, Done) and slow.phases.copy_s > 0.0
         await running
-        assert one._copy_rate() is None and one.resting
+        assert one.copy_rate() is None and one.resting
 
 
 async def test_what_the_catalogue_can_use_is_at_hand_after_a_rest(models: dict[str, Path]) -> None:

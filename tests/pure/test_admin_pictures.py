@@ -19,6 +19,7 @@ from janus_server.api.admin import (
     PeerList,
     PeerModel,
     PeerNode,
+    Prediction,
     Survey,
     Taking,
     UnderWay,
@@ -113,6 +114,14 @@ def test_the_drawing_as_people_see_it() -> None:
     assert "fragmentation 0.0%" in text
 
 
+def predicted(says: str) -> Prediction:
+    return Prediction(
+        says=says, age_s=1.0, requests_per_s=1.0, tokens_per_s=9.0, target=0.99, attained=None, predicted=0.97,
+        predicted_least=0.9, needs=0.4, needs_most=0.5, hbm=0.1, compute=0.2, bandwidth=0.4, busy_share=None, periods=3,
+        fitted=False,
+    )  # fmt: skip
+
+
 def managed(**more: object) -> ManagedModel:
     plainly = {
         "model": "a", "stage": "cold", "goal": None, "under_way": None, "pinned": False, "draining": False,
@@ -137,6 +146,7 @@ def managed(**more: object) -> ManagedModel:
             "load 45%",
         ),
         ({"under_way": UnderWay(order=1, verb="wake", why="", for_s=1.0, done_bytes=0, total_bytes=None)}, "wake"),
+        ({"pinned": True, "prediction": predicted("in time\x1b[2J")}, "pinned, in time[2J"),
     ],
 )
 def test_what_is_out_of_the_ordinary_is_noted(more: dict[str, object], expected: str) -> None:

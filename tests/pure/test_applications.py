@@ -276,6 +276,23 @@ def test_counts_are_kept_by_kind_and_hold_what_was_promised() -> None:
     assert (value("target_share"), value("priority")) == (0.95, 10)
 
 
+def test_whoever_listens_hears_of_every_request_and_whether_it_kept_everything() -> None:
+    told: list[tuple[str, int, float, bool | None]] = []
+    counts = Counts(
+        Families(CollectorRegistry(), (1.0,), (1.0,)), SUPPORT,
+        lambda request, how, on_time: told.append((request.id, how.tokens, how.open_s, on_time)),
+    )  # fmt: skip
+    request = Request(id="r", model="chat", prompt=(1,), max_tokens=10)
+    counts.ended(request, course())
+    counts.ended(request, course(tpot_s=0.06))
+    counts.ended(Request(id="e", model="chat", prompt=(1,), max_tokens=0), Course(outcome=Outcome.OK, open_s=9.0))
+    counts.turned_away([request], Refused("full", status=429, kind="server_error"))
+    counts.turned_away([request], Refused("too fast", status=429, kind="rate_limit_error"))
+    assert [on_time for *_, on_time in told] == [True, False, None, False, None]
+    assert [open_s == 0.0 for _, _, open_s, _ in told] == [False, False, False, True, True]
+    assert [name for name, *_ in told] == ["r", "r", "e", "r", "r"]
+
+
 def test_what_promises_nothing_has_no_series_of_promises() -> None:
     registry = CollectorRegistry()
     Counts(Families(registry, (1.0,), (1.0,)), Application("chat", "chat"))

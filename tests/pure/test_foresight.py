@@ -1,7 +1,8 @@
-"""The oracle inside the Brain: periods come in, fits are asked for and come back, forecasts follow, all of it replays."""
+"""The oracle inside the Brain: periods come in, fits are asked for and come back, forecasts follow, all replays."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from pathlib import Path
@@ -11,12 +12,34 @@ import pytest
 
 from janus_server import journal
 from janus_server.journal import Entry, Journal
-from janus_server.orders import Action, Busy, Done, Event, Joined, KnownModel, Observed, Order, Refit, Report, Stage, Wanted
+from janus_server.orders import (
+    Action,
+    Busy,
+    Done,
+    Event,
+    Joined,
+    KnownModel,
+    Observed,
+    Order,
+    Refit,
+    Report,
+    Stage,
+    Wanted,
+)
 from janus_server.sched.brain import Brain
 from janus_server.sched.foresight import LATE_S
 from janus_server.sched.oracle import OracleSettings
 from janus_server.sched.oracle_arrays import pack, unpack
-from janus_server.sched.oracle_records import Features, FitRequest, Fitted, FittedGp, Hyper, Observation, Promise, Subject
+from janus_server.sched.oracle_records import (
+    Features,
+    FitRequest,
+    Fitted,
+    FittedGp,
+    Hyper,
+    Observation,
+    Promise,
+    Subject,
+)
 from janus_server.sched.shapes import DeviceShape, ModelShape
 from janus_server.sched.state import BrainSettings
 
@@ -51,8 +74,12 @@ def answer(request: FitRequest, odds: float) -> Fitted:
     attainment = request.attainment
     assert attainment is not None
     judged = len(unpack(attainment.requests))
-    demand = FittedGp(Hyper((1.0,) * 6, 0.2, 0.01, 0.0), request.demand[0].inputs, pack([0.0] * rows), pack([0.1] * rows))
-    of_odds = FittedGp(Hyper((5.0,) * 7, 3.0, 0.01, 0.0), attainment.inputs, pack([odds] * judged), pack([0.1] * judged))
+    demand = FittedGp(
+        Hyper((1.0,) * 6, 0.2, 0.01, 0.0), request.demand[0].inputs, pack([0.0] * rows), pack([0.1] * rows)
+    )
+    of_odds = FittedGp(
+        Hyper((5.0,) * 7, 3.0, 0.01, 0.0), attainment.inputs, pack([odds] * judged), pack([0.1] * judged)
+    )
     return Fitted(request.model, request.at_s, (demand,) * 3, of_odds, 0.1)
 
 
@@ -132,7 +159,7 @@ def test_one_fit_at_a_time_and_one_that_is_lost_is_given_up() -> None:
     led.period(a=SUBJECT)
     asked_s = [led.now for _ in range(60) if refits(led.period())]
     assert len(asked_s) >= 3
-    assert all(later - sooner >= LATE_S for sooner, later in zip(asked_s, asked_s[1:], strict=False))
+    assert all(later - sooner >= LATE_S for sooner, later in itertools.pairwise(asked_s))
 
 
 def test_what_a_fit_says_is_forecast() -> None:

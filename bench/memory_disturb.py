@@ -68,7 +68,7 @@ async def _measure(chosen: argparse.Namespace) -> dict[str, Any]:
             "s": synthetic.write(base / "s", synthetic.shape_of(STREAMED_BYTES)),
             "m": synthetic.write(base / "m", synthetic.shape_of(MOVED_BYTES), 1),
         }
-        for rate in chosen.rate or ("512MiB", "never"):
+        for rate in chosen.rate or ("256MiB", "never"):
             for case in _CASES:
                 async with _set_up(base / "run", models, case, rate, chosen) as (node, moves):
                     rows.append({"case": case, "rate": rate, **await _windows(node, moves, chosen)})

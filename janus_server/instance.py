@@ -99,9 +99,7 @@ class ServedModel:
         self._flow = flow
         self._streams = streams
 
-    def submit(
-        self, requests: Sequence[Request], matchers: Sequence[Any] = (), arrived_s: float | None = None
-    ) -> Call:
+    def submit(self, requests: Sequence[Request], matchers: Sequence[Any] = (), arrived_s: float | None = None) -> Call:
         """A call to enter with `async with`: entering queues its requests, leaving cancels what has not ended.
 
         matchers are the compiled grammars of the requests, None for one without; they are given away. None at all where

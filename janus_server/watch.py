@@ -21,7 +21,6 @@ PROGRESS_QUEUE = 32
 QUEUE = 1024
 
 
-
 class Subscription:
     """One reader's news, oldest first. Everything runs on the loop."""
 

@@ -293,7 +293,7 @@ async def test_a_drained_model_whose_sleep_fails_still_makes_way(
 
         keeping_busy = asyncio.create_task(busy())
         await asyncio.sleep(0.1)
-        tokens, end = await asyncio.wait_for(generate(node, "b"), 30)
+        _, end = await asyncio.wait_for(generate(node, "b"), 30)
         assert end is FinishReason.LENGTH and not failures
         stop = True
         await asyncio.wait_for(keeping_busy, 30)

@@ -26,6 +26,7 @@ from janus_server.config import serve_config  # house: exempt — as above
 from janus_server.executor import Cancel, StepReport, StepTime, Submit  # house: exempt — as above
 from janus_server.flow import AtOnce, Flow
 from janus_server.instance import ServedModel, Streams  # house: exempt — as above
+from janus_server.telemetry import Telemetry
 from janus_server.types import BatcherStats, Emit, FinishReason, Load, ModelCard, Owner, Request, Sampling
 
 MODEL: Final = "noop"
@@ -129,7 +130,8 @@ class Node:
     free_pages = 1
 
     def __init__(self, streams: int) -> None:
-        self.streams = Streams()
+        self.telemetry = Telemetry(30.0)
+        self.streams = Streams(self.telemetry.arrived)
         card = ModelCard(MODEL, int(time.time()), CONTEXT, 1, 1, "float32", "noop")
         target = Target(MODEL, CONTEXT, VOCAB, (), Sampling())
         engine: Any = Engine(asyncio.get_running_loop(), self._deliver, streams)

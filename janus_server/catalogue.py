@@ -200,6 +200,7 @@ def reopened(model: OpenedModel) -> OpenedModel:
         return model
     if model.contents and contents_of(now) != model.contents:
         raise BadModel(f"{model.checkpoint.path.name} holds other weights now; restart the server to serve them.")
+    log.warning("%s: its files were written to since they were read; samples of them are compared", model.name)
     return dataclasses.replace(model, checkpoint=now)
 
 

@@ -65,7 +65,7 @@ class Flow:
         self.open = False
         self._running: dict[Call, None] = {}
         self._ready: dict[Call, None] = {}
-        self._held: dict[Call, None] = {}
+        self._held: dict[Call, float] = {}  # and since when, monotonic
 
     @property
     def held(self) -> int:
@@ -77,11 +77,16 @@ class Flow:
         """Requests of calls that may run and are not begun."""
         return sum(call.prompts for call in self._ready)
 
+    def held_s(self, call: Call) -> float:
+        """For how long a call has waited for the model; 0 where it does not."""
+        since_s = self._held.get(call)
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
     def enter(self, call: Call) -> None:
         if self.open:
             self._make_ready(call)
         else:
-            self._held[call] = None
+            self._held[call] = time.monotonic()
         self._desk.changed()
 
     def leave(self, call: Call) -> None:
@@ -112,7 +117,8 @@ class Flow:
     def hold(self) -> None:
         """Calls that are not begun wait; those that run go on."""
         self.open = False
-        self._held = {**self._ready, **self._held}
+        now = time.monotonic()
+        self._held = {**dict.fromkeys(self._ready, now), **self._held}
         self._ready = {}
 
     def serve(self) -> None:

@@ -258,7 +258,7 @@ class Call:
 
     def _check_held(self) -> None:
         """Raise the refusal that came while the call was held, or the one for having been held too long."""
-        if not self._started and time.monotonic() > self.entered_s + self._flow.patience_s:
+        if self._flow.held_s(self) > self._flow.patience_s:
             raise Refused(_NOT_IN_TIME, status=503, kind="server_error", code="model_unavailable", retry_after_s=5.0)
         if self._refused is not None:
             raise self._refused

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
-from janus_server.errors import BadConfig
+from janus_server.errors import BadConfig, Bug
 from janus_server.orders import Action, Event
 from janus_server.sched.brain import Brain
 from janus_server.sched.state import BrainSettings, Memory
@@ -108,8 +109,9 @@ class Journal:
         if self._file is not None:
             self._file.close()
         with contextlib.suppress(FileNotFoundError):
-            if not self._path.is_char_device():  # /dev/stderr is nobody's to rename
-                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a device is nobody's to rename, a pipe has no end
+                raise OSError(errno.EINVAL, "it is no regular file")
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         # Unbuffered: what was written is there when the process is killed, at 5 us a line.
         self._file = os.fdopen(os.open(self._path, flags, 0o600), "wb", buffering=0)
@@ -154,7 +156,10 @@ def replay(path: Path) -> Replayed:
         if isinstance(entry, Heading):
             raise BadConfig(f"{path} line {number} is a second heading")
         times_s.append(entry.now)
-        actions = tuple(brain.on(entry.event, entry.now))
+        try:
+            actions = tuple(brain.on(entry.event, entry.now))
+        except (Bug, ArithmeticError, ValueError, KeyError) as error:
+            raise BadConfig(f"{path} line {number} tells of what cannot be: {error}") from None
         if actions != entry.actions:
             difference = Difference(number, entry, actions)
             break

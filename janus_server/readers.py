@@ -117,6 +117,13 @@ def positive_seconds(raw: Any) -> float:
     return duration_s
 
 
+def promised_seconds(raw: Any) -> float:
+    duration_s = units.parse_seconds(raw)
+    if not 1e-6 <= duration_s <= 86400:
+        raise ValueError(f"{raw!r} is no promise that could be kept or broken; from 1us to 24h, such as 500ms")
+    return duration_s
+
+
 def names_of(what: str, shape: str) -> Callable[[Any], tuple[str, ...]]:
     """A list of names of that shape: a list in TOML, else a text with commas. Lower case, since case means nothing."""
 

@@ -140,14 +140,20 @@ def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
 
 
 def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
-    """SIGHUP: the key file as it is now. One that cannot be used changes nothing."""
+    """SIGHUP: the key file as it is now. One that cannot be used changes nothing.
+
+    A key that is gone from it is gone, also where an application was bound to it: nobody can ask for that one then.
+    """
     try:
         keys = keyring.load(config.keys, config.api_key_file, old.local)
-        applications.check_keys(config.applications, keys.limits())
     except BadConfig as error:
         log.error("the keys stay as they were: %s", error)
         return
     server.rekey(keys)
+    try:
+        applications.check_keys(config.applications, keys.limits())
+    except BadConfig as error:
+        log.warning("%s", error)
     log.info("%d keys are in force", len(keys))
 
 

@@ -18,7 +18,7 @@ from janus_server import modelref, units
 from janus_server.applications import Application
 from janus_server.errors import BadConfig
 from janus_server.modelref import ModelEntry, ModelOptions
-from janus_server.readers import between, key_name, never, positive_seconds, priority, share, truth
+from janus_server.readers import between, key_name, never, positive_seconds, priority, promised_seconds, share, truth
 from janus_server.suggest import nearest
 from janus_server.types import Promise
 
@@ -37,8 +37,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, Reader]]] = MappingProxyType({
 })  # fmt: skip
 _APPLICATION: Final[Mapping[str, Reader]] = MappingProxyType({
     "model": lambda raw: _name(raw),
-    "ttft": positive_seconds,
-    "tpot": positive_seconds,
+    "ttft": promised_seconds,
+    "tpot": promised_seconds,
     "attain": share,
     "priority": priority,
     "key": key_name,

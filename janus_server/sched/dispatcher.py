@@ -21,6 +21,7 @@ from janus_server.sched.sequence import UNPROMISED_TTFT_S
 
 # A plan for 1,000 waiting requests takes a few milliseconds; so many events within this time are one plan.
 SPACING_S: Final = 0.005
+_OLDEST_EVERY: Final = 8
 
 
 class Given(NamedTuple):
@@ -35,6 +36,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
     tickets: tuple[Ticket, ...] = ()
     given: dict[str, str] = {}
+    begun: int = 0
     backlogs: dict[str, Backlog] = {}
     cadence: Cadence = msgspec.field(default_factory=lambda: Cadence(SPACING_S))
 
@@ -44,8 +46,9 @@ class Dispatcher:
 
     A device is given work while less than ahead_s of it lies before it: enough that it never runs dry between two
     decisions, and little enough that who comes next can still be put before those who wait here. What is late already
-    is planned with a longer objective, twice as long each time; beyond 16 times it goes before everything else, also
-    before a higher priority, so nobody waits for ever.
+    is planned with a longer objective, twice as long each time, up to 16 times; then it comes after all others. Every
+    eighth request that is begun is the one that has waited longest, whatever was promised and whatever its priority: so
+    the n-th of those who wait is begun after 8 n others at most, and no flood keeps anybody waiting for ever.
 
     Example: ahead_s 0.1, one device; a (work 1 s, due in 5 s) is begun at once; b (2 s, due in 9 s) and c (1 s, due in
     3 s) wait. When a is nearly done, c is begun, then b.
@@ -57,13 +60,14 @@ class Dispatcher:
         self._cadence = known.cadence
         self._waiting = {ticket.id: ticket for ticket in known.tickets}
         self._given = known.given
+        self._begun = known.begun
         self._backlogs = known.backlogs
 
     def memory(self) -> Waiting:
         """What it knows now, as a copy."""
         return copy.deepcopy(
-            Waiting(tickets=tuple(self._waiting.values()), given=self._given, backlogs=self._backlogs,
-                    cadence=self._cadence)
+            Waiting(tickets=tuple(self._waiting.values()), given=self._given, begun=self._begun,
+                    backlogs=self._backlogs, cadence=self._cadence)
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -144,15 +148,14 @@ class Dispatcher:
         """
         machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
         free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
+        able = [ticket for ticket in self._waiting.values() if not free.isdisjoint(holders[ticket.model])]
+        if able and self._begun % _OLDEST_EVERY == _OLDEST_EVERY - 1:
+            oldest = min(able, key=lambda ticket: (ticket.arrived_s, ticket.id))
+            first = min((machines[name] for name in holders[oldest.model]), key=lambda m: (m.start_s, m.id))
+            return [self._give(oldest, first.id, now)]
         jobs: dict[tuple[int, str], list[Job]] = {}
-        for ticket in self._waiting.values():
-            if free.isdisjoint(holders[ticket.model]):
-                continue
-            job = extended(_job(ticket), now)
-            if job is None:
-                first = min((machines[name] for name in holders[ticket.model]), key=lambda m: (m.start_s, m.id))
-                return [self._give(ticket, first.id, now)]
-            jobs.setdefault((-ticket.priority, ticket.model), []).append(job)
+        for ticket in able:
+            jobs.setdefault((-ticket.priority, ticket.model), []).append(_job(ticket, now))
         due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in group) for kind, group in jobs.items()}
         for kind in sorted(jobs, key=lambda kind: (kind[0], due[kind])):
             plan = dispatch_live(jobs[kind], [machines[name] for name in holders[kind[1]]])
@@ -162,6 +165,7 @@ class Dispatcher:
 
     def _give(self, ticket: Ticket, machine: str, now: float) -> Given:
         del self._waiting[ticket.id]
+        self._begun += 1
         self._given[ticket.id] = machine
         self._backlog(machine).given(ticket.id, ticket.work_s, now)
         return Given(ticket, machine)
@@ -170,6 +174,8 @@ class Dispatcher:
         return self._backlogs.setdefault(machine, Backlog())
 
 
-def _job(ticket: Ticket) -> Job:
+def _job(ticket: Ticket, now: float) -> Job:
+    """The ticket as the planners know it, with the objective that can still be kept."""
     promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
-    return Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
+    job = Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
+    return extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)

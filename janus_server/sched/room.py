@@ -147,7 +147,11 @@ class Room:
         stage = belief.stage
         goal = wish.goal
         if goal is None:
+            if wish is Wish.PIN and belief.sinking and belief.order is not None:
+                return Answer(name, False, f"{name} is {stage.value} and being changed ({belief.order.verb.value})")
             belief.pinned = wish is Wish.PIN
+            if belief.pinned and belief.goal is not Stage.ACTIVE:
+                belief.goal = None  # it stays, whatever was asked before
             said = "pinned" if belief.pinned else "no longer pinned"
             return Answer(name, True, f"{name} is {said} and {stage.value}")
         if wish is Wish.FORK and source is None and stage is not Stage.ACTIVE:
@@ -220,6 +224,8 @@ class Room:
     def _raise(self, belief: Belief, now: float, actions: list[Action]) -> bool:
         """Bring a wanted model up, or take the next step towards its room; False while it must wait for that."""
         known = belief.known
+        if belief.stage is Stage.ACTIVE and belief.goal in (Stage.WARM, Stage.COLD):
+            return True  # the operator's wish first; who waits brings it back afterwards
         if belief.stage is Stage.ACTIVE:
             if belief.draining and not belief.sinking:
                 self._serve(belief, f"{known.model}: wanted again before it slept", actions)
@@ -294,8 +300,9 @@ class Room:
     def _settle(self, needed: Belief | None, actions: list[Action]) -> None:
         """Models that were drained for somebody who is served, or has left, take requests again."""
         for belief in self.models.values():
-            if belief.draining and belief.order is None and belief.goal is None and needed is None:
-                self._serve(belief, f"{belief.known.model}: its room is not needed any more", actions)
+            if belief.draining and belief.order is None and belief.goal is None and (needed is None or belief.pinned):
+                why = "it is pinned" if belief.pinned else "its room is not needed any more"
+                self._serve(belief, f"{belief.known.model}: {why}", actions)
 
     # Ordering
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_pages_whose_unmapping_failed_can_be_mapped_again(monkeypatch: pytest.Mo
     assert weights.reserve()
     weights.map()
 
-    def refuse() -> None:
+    def refuse(*arguments: Any) -> None:
         raise OSError(12, "injected")
 
     with monkeypatch.context() as patch:

@@ -143,7 +143,7 @@ def test_models_of_the_command_line_have_the_servers_defaults(tmp_path: Path) ->
         ('[applications.support]\nmodel = "chta"', 'no model "chta" is served; did you mean "chat"'),
         ("[applications.support]\nttft = 1", 'no model "support" is served; give model = one of: chat, code'),
         ("[applications.support]\nmodel = 3", "model: 3 is not the name of a model"),
-        ('[applications.support]\nmodel = "chat"\nttft = 0', "ttft: 0 is not a duration of more than zero"),
+        ('[applications.support]\nmodel = "chat"\nttft = 0', "ttft: 0 is no promise"),
         ('[applications.support]\nmodel = "chat"\ntpot = "fast"', "tpot: 'fast' is not a duration such as"),
         ('[applications.support]\nmodel = "chat"\nttft = 1\nattain = 1.5', "attain: 1.5 is not a share"),
         ('[applications.support]\nmodel = "chat"\nttft = 1\nattain = 0', "attain: 0 is not a share"),

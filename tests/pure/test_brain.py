@@ -409,3 +409,29 @@ def test_an_operator_may_try_a_broken_model_again() -> None:
     load = first(b.on(Wanted("a"), 0.0))
     b.on(Failed(load.id, Stage.COLD, False, "truncated", lasting=True), 1.0)
     assert said(b.on(Asked("a", Wish.LOAD), 2.0)) == ["answer a", "load a"]
+
+
+def test_an_operators_sleep_comes_before_those_who_go_on_asking() -> None:
+    b = brain(known("a"))
+    active(b, "a", 0.0)
+    b.on(Report("n0", {"a": Busy(3, 0, 0.0)}), 1.0)
+    assert said(b.on(Asked("a", Wish.SLEEP), 1.0)) == ["answer a", "drain a"]
+    for now in (1.1, 1.2, 1.3):
+        assert b.on(Report("n0", {"a": Busy(2, 0, 0.0)}), now) == []
+        assert b.on(Wanted("a"), now) == []
+    sleep = first(b.on(Report("n0", {"a": Busy(0, 0, 0.0)}), 2.0))
+    assert sleep.verb is Verb.SLEEP
+    assert said(b.on(Done(sleep.id, Stage.WARM, copy=True, took_s=0.1), 2.5)) == ["wake a"]
+
+
+def test_a_pin_takes_back_a_sleep_that_was_asked_for_and_not_begun() -> None:
+    b = brain(known("a"))
+    active(b, "a", 0.0)
+    b.on(Report("n0", {"a": Busy(3, 0, 0.0)}), 1.0)
+    b.on(Asked("a", Wish.SLEEP), 1.0)
+    assert said(b.on(Asked("a", Wish.PIN), 1.5)) == ["answer a", "serve a"]
+    assert b.on(Report("n0", {"a": Busy(0, 0, 9.0)}), 20.0) == []
+    b.on(Asked("a", Wish.UNPIN), 21.0)
+    b.on(Asked("a", Wish.SLEEP), 21.0)
+    (answer,) = b.on(Asked("a", Wish.PIN), 21.1)
+    assert isinstance(answer, orders.Answer) and not answer.accepted and "being changed" in answer.why

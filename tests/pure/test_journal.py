@@ -21,6 +21,8 @@ from janus_server.orders import (
     Report,
     Stage,
     Tick,
+    Ticket,
+    Traffic,
     Verb,
     Wanted,
     Wish,
@@ -130,7 +132,7 @@ def test_a_journal_that_cannot_go_on_says_so_once(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_cannot_begin_is_refused() -> None:
-    with pytest.raises(BadConfig, match="No space left"):
+    with pytest.raises(BadConfig, match="no regular file"):
         _Led(Path("/dev/full"))
 
 
@@ -144,3 +146,21 @@ def test_replay_prints_what_was_decided_and_why(tmp_path: Path, capsys: pytest.C
     assert main(["replay", str(tmp_path / "j")]) == 1
     assert "journal: Order(" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+def test_a_restart_keeps_the_journal_of_the_run_before(tmp_path: Path) -> None:
+    _Led(tmp_path / "j").run()
+    before = (tmp_path / "j").read_bytes()
+    _Led(tmp_path / "j").journal.close()
+    assert (tmp_path / "j.1").read_bytes() == before
+
+
+def test_an_event_that_cannot_be_is_named_with_its_line(tmp_path: Path) -> None:
+    led = _Led(tmp_path / "j")
+    led.tell(Joined("n0", 15, 1000, (_model("a"),)), 0.0)
+    ticket = Ticket(id="t", model="a", prompt_tokens=1, work_s=-5.0, arrived_s=0.0)
+    led.journal.write(Entry(1.0, Done(1, Stage.ACTIVE, False, 0.1), ()))
+    led.journal.write(Entry(1.0, Traffic(arrived=(ticket,)), ()))
+    led.journal.close()
+    with pytest.raises(BadConfig, match="line 4 tells of what cannot be"):
+        journal.replay(tmp_path / "j")

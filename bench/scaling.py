@@ -28,10 +28,10 @@ from janus_server.sched.placement import Cluster, Device, Model, Replica
 from janus_server.sched.plan import plan
 from janus_server.sched.reasons import Target
 from janus_server.sched.rollout import roll
-from janus_server.sched.scaling import Question, Scaler, ScalingRules, Shares, Traffic
+from janus_server.sched.scaling import Load, Question, Scaler, ScalingRules, Shares
 
 from .scaling_plots import draw
-from .scaling_world import TICK_S, Load, Prophet, World, loads, model_of
+from .scaling_world import TICK_S, Prophet, Recorded, World, loads, model_of
 
 _WARM_S: Final = 30.0
 
@@ -150,7 +150,7 @@ def _order(world: World, models: dict[str, Model], targets: dict[str, int], now:
         world.pass_time(math.inf)
 
 
-def _tokens(load: Load, tick: int) -> float:
+def _tokens(load: Recorded, tick: int) -> float:
     return float(load.rate[tick]) * (load.lengths[0] + load.lengths[2])
 
 
@@ -194,11 +194,11 @@ def _cost(models: int, devices: int, seed: int) -> Cost:
         return [np.minimum(0.999, np.array(q.counts) / (q.factor * each)) for q in questions]
 
     scaler, changed, unchanged = Scaler(), [], []
-    traffic: list[Traffic] = []
+    traffic: list[Load] = []
     for k in range(240):
         if k < 10:
             rates = draws.uniform(1e3, 9e3, models).tolist()
-            traffic = [Traffic(model=name, tokens_s=rate) for name, rate in zip(known, rates, strict=True)]
+            traffic = [Load(model=name, tokens_s=rate) for name, rate in zip(known, rates, strict=True)]
         took = _ms(lambda: scaler.decide(traffic, known, spots, able, k / 2))  # noqa: B023 - called at once
         (changed if k < 10 else unchanged).append(took)
     homes = iter(draws.permutation(devices).tolist())

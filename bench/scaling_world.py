@@ -1,4 +1,4 @@
-"""Traffic of `workload62` at production volume with its bursts, and a fluid imitation of replicas, for `bench.scaling`.
+"""Load of `workload62` at production volume with its bursts, and a fluid imitation of replicas, for `bench.scaling`.
 
 Rates are those of the trace by ten minutes, times the burst profiles that it was made with, counted by a Poisson draw
 each half second: thinned requests times 75 would be noise, not telemetry. A replica serves so many tokens a second;
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from janus_server.sched.oracle import Ask, Oracle
 from janus_server.sched.oracle_records import Features, Subject
 from janus_server.sched.placement import Change, Cluster, Device, Model, Replica, Standing, Verb
-from janus_server.sched.scaling import Question, Shares, Traffic
+from janus_server.sched.scaling import Load, Question, Shares
 
 from .oracle_subjects import VOLUME, read
 from .traces import open_text
@@ -34,7 +34,7 @@ _MEAN_TICKS: Final = 6
 _DRAIN_S, _SINK_S = 4.0, 0.5
 
 
-class Load(NamedTuple):
+class Recorded(NamedTuple):
     """Of one model: requests a second [ticks] as drawn, and the means and variances of its lengths."""
 
     subject: Subject
@@ -42,7 +42,7 @@ class Load(NamedTuple):
     lengths: tuple[float, float, float, float]
 
 
-def loads(folder: Path, start_s: float, seconds: float, seed: int) -> dict[str, Load]:
+def loads(folder: Path, start_s: float, seconds: float, seed: int) -> dict[str, Recorded]:
     """By model, from start_s of the day on."""
     with open_text(folder / "apps.csv") as file:
         models = [row["llm"] for row in csv.DictReader(file)]
@@ -52,7 +52,7 @@ def loads(folder: Path, start_s: float, seconds: float, seed: int) -> dict[str, 
         rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64)
     at = start_s + TICK_S * np.arange(math.ceil(seconds / TICK_S))
     draws = np.random.default_rng(seed)
-    out: dict[str, Load] = {}
+    out: dict[str, Recorded] = {}
     recorded = read(folder)
     for name, known in recorded.items():
         rate = np.zeros(len(at))
@@ -66,7 +66,7 @@ def loads(folder: Path, start_s: float, seconds: float, seed: int) -> dict[str, 
         mean = np.convolve(
             np.concatenate([np.full(_MEAN_TICKS - 1, counted[0]), counted]), np.ones(_MEAN_TICKS), "valid"
         )
-        out[name] = Load(known.subject, mean / _MEAN_TICKS, tuple(map(float, lengths)))  # type: ignore[arg-type]
+        out[name] = Recorded(known.subject, mean / _MEAN_TICKS, tuple(map(float, lengths)))  # type: ignore[arg-type]
     return out
 
 
@@ -94,7 +94,7 @@ def _profile(at: npt.NDArray[np.float64], bursts: Sequence[tuple[float, ...]]) -
     return out
 
 
-def features(load: Load, rate: float) -> Features:
+def features(load: Recorded, rate: float) -> Features:
     mean_in, var_in, mean_out, var_out = load.lengths
     return Features(rate * (mean_in + mean_out), rate, mean_in, var_in, mean_out, var_out)
 
@@ -105,7 +105,7 @@ class Prophet:
     able: where one replica's requests are half in time, tokens a second.
     """
 
-    def __init__(self, loads_: dict[str, Load]) -> None:
+    def __init__(self, loads_: dict[str, Recorded]) -> None:
         self.oracle = Oracle()
         self.loads = loads_
         self.rate = {name: 0.0 for name in loads_}
@@ -127,7 +127,7 @@ class Prophet:
         return low * (mean_in + mean_out)
 
 
-def model_of(name: str, load: Load, target: float) -> Model:
+def model_of(name: str, load: Recorded, target: float) -> Model:
     subject = load.subject
     weights = int(subject.model.weight_bytes / subject.shards)
     pages = -(-int(1.3 * weights) // PAGE_BYTES)
@@ -155,13 +155,13 @@ class World:
     def ready(self, name: str) -> int:
         return sum(r.standing is Standing.ACTIVE for (model, _), (r, _) in self.held.items() if model == name)
 
-    def serve(self, name: str, tokens_s: float) -> Traffic:
+    def serve(self, name: str, tokens_s: float) -> Load:
         """Half a second of a model's traffic."""
         served = self.ready(name) * self.able[name] * TICK_S
         late = self.backlog[name] > self.able[name] * max(1, self.ready(name)) * 0.5
         self.backlog[name] = max(0.0, self.backlog[name] + tokens_s * TICK_S - served)
         ended = int(served > 0) * 100
-        return Traffic(model=name, tokens_s=tokens_s, backlog_s=self.backlog[name] / self.able[name], ended=ended,
+        return Load(model=name, tokens_s=tokens_s, backlog_s=self.backlog[name] / self.able[name], ended=ended,
                        late=ended if late else 0)  # fmt: skip
 
     def begin(self, change: Change, now: float) -> None:

@@ -20,6 +20,7 @@ from janus_server.orders import (
     Action,
     Answer,
     Asked,
+    Decided,
     Dispatch,
     Event,
     Failed,
@@ -175,6 +176,8 @@ class Leader:
             case Refit(model, why):
                 log.debug("%s", why)
                 self._start(self._fit(model))
+            case Decided(_, why):
+                log.info("%s", why)
             case Answer():
                 pass
 

@@ -83,9 +83,11 @@ class Wish(enum.Enum):
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue, with what it takes on a node.
 
-    longest_pages is what its longest sequence needs; floor_pages of KV are kept for it while it is Active. load_s and
-    wake_s are predictions, from bytes over measured bandwidths until the first of each was timed. preload asks for it
-    to be loaded at start, if it fits beside those before it.
+    A replica of several shards has each on a node of its own, which takes as many pages. longest_pages is what its
+    longest sequence needs; floor_pages of KV are kept for it while it is Active. load_s and wake_s are predictions,
+    from bytes over measured bandwidths until the first of each was timed. preload asks for it to be loaded at start, if
+    it fits beside those before it. attain is the share of its requests that are to be on time, None where nothing is
+    promised; models of a higher priority get their devices first.
     """
 
     model: str
@@ -93,6 +95,9 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     longest_pages: int
     floor_pages: int = 0
+    shards: int = 1
+    attain: float | None = None
+    priority: int = 0
     load_s: float = 1.0
     wake_s: float = 0.1
     idle_s: float | None = None
@@ -120,13 +125,18 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A node with its pool, its budget for host copies, the catalogue, and what its peers offer (as in `Offered`)."""
+    """A node with its pool, its budget for host copies, the catalogue, and what its peers offer (as in `Offered`).
+
+    Nodes of one host share its memory, nodes of one domain have fast links to each other.
+    """
 
     node: str
     pool_pages: int
     host_bytes: int
     models: tuple[KnownModel, ...]
     offers: dict[str, tuple[str, ...]] = {}
+    host: str = ""
+    domain: str = ""
 
 
 class Offered(msgspec.Struct, frozen=True, tag=True):
@@ -255,6 +265,22 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
     subjects: dict[str, Subject] = {}
 
 
+class Counts(msgspec.Struct, frozen=True):
+    """Of one model, over all nodes since the leader leads: tokens of the prompts that came and of the answers so far,
+    and of the requests that a promise was made for those that ended, and those of them that were late."""
+
+    input_tokens: int
+    output_tokens: int
+    ended: int = 0
+    late: int = 0
+
+
+class Counted(msgspec.Struct, frozen=True, tag=True):
+    """Twice a second: what was counted of the models of which anything changed since it was last told."""
+
+    models: dict[str, Counts]
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time passed: `Brain.next_wake` asked for it."""
 
@@ -272,6 +298,7 @@ Event = (
     | Lost
     | Asked
     | Observed
+    | Counted
     | Fitted
     | Tick
 )
@@ -282,7 +309,10 @@ Event = (
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """One step for one model on one node, with the sentence that explains it. FORK has a source: a node's name."""
+    """One step for one model on one node, with the sentence that explains it. FORK has a source: a node's name.
+
+    replica are all nodes of the replica where it has several shards, its head first, which requests are handed to.
+    """
 
     term: int
     id: int
@@ -291,6 +321,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     verb: Verb
     why: str
     source: str | None = None
+    replica: tuple[str, ...] = ()
 
 
 class Dispatch(msgspec.Struct, frozen=True, tag=True):
@@ -324,4 +355,11 @@ class Refit(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Action = Order | Dispatch | Refuse | Answer | Refit
+class Decided(msgspec.Struct, frozen=True, tag=True):
+    """Something was decided that orders follow from later, or found impossible: what is to be known of it."""
+
+    subject: str
+    why: str
+
+
+Action = Order | Dispatch | Refuse | Answer | Refit | Decided

@@ -11,6 +11,8 @@ import re
 from types import MappingProxyType
 from typing import Final
 
+LONG_AGO_S: Final = -1e15
+"""Before any clock began; unlike minus infinity it can be written down as JSON."""
 _SIZE: Final = MappingProxyType(
     {
         "": 1, "b": 1,

@@ -1,18 +1,21 @@
 """The Brain: events in, actions out; the one place that decides where models are and what runs when. Pure.
 
-`leader` feeds it and carries its actions out. It keeps a `Room` for each node (which models are up there), and the
-requests that wait to be begun (`Dispatcher`), and what is expected of models (`Foresight`). Every order has a sentence
-that says why. The same events at the same times give the same actions, so that a journal of them replays.
+`leader` feeds it and carries its actions out. It keeps a `Room` for each node (which models are up there), a `Fleet`
+over all of them (which models are up on which), the requests that wait to be begun (`Dispatcher`), and what is expected
+of models (`Foresight`). Every order has a sentence that says why. The same events at the same times give the same
+actions, so that a journal of them replays.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable
 
 from janus_server.orders import (
     Action,
     Answer,
     Asked,
+    Counted,
     Dispatch,
     Done,
     Event,
@@ -23,15 +26,16 @@ from janus_server.orders import (
     Observed,
     Offered,
     Order,
+    Refuse,
     Report,
     Stage,
-    Tick,
     Traffic,
     Unwanted,
     Verb,
     Wanted,
 )
 from janus_server.sched.dispatcher import Dispatcher
+from janus_server.sched.fleet import Fleet
 from janus_server.sched.foresight import Forecast, Foresight
 from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.room import Room
@@ -51,8 +55,13 @@ class Brain:
         self._open = {
             belief.order.id: room.node for room in memory.rooms for belief in room.models if belief.order is not None
         }
+        self._due: list[tuple[float, str]] = []
+        for room in self._rooms.values():
+            self._remind(room)
         self._dispatcher = Dispatcher(settings.ahead_s, memory.waiting)
         self._foresight = Foresight(settings.oracle, settings.refit_every_s, memory.foreseen)
+        self._fleet = Fleet(settings.fleet, self._rooms, self._foresight, self._dispatcher.backlog_s,
+                            self._dispatcher.waiting_s, memory.fleet)  # fmt: skip
 
     def on(self, event: Event, now: float) -> list[Action]:
         """What to do about `event`, which happened at `now`.
@@ -60,24 +69,38 @@ class Brain:
         Events about nodes, models or orders nobody knows do nothing.
         """
         actions: list[Action] = []
-        touched = self._hear(event, now, actions)
-        for name, room in self._rooms.items():
-            if name in touched or (room.next_wake_s is not None and room.next_wake_s <= now):
-                room.plan(now, actions)
+        touched = dict.fromkeys(self._hear(event, now, actions))
+        while self._due and self._due[0][0] <= now:
+            due_s, node = heapq.heappop(self._due)
+            if self._still_due(due_s, node):
+                touched.setdefault(node)
+        self._plan(touched, event, now, actions)
+        led = dict.fromkeys(self._fleet.decide(now, actions))
+        for model in self._fleet.homeless():
+            best = self._best(self._with(model), model)
+            best.want(model, now)
+            self._fleet.adopt(model, best.node)
+            led.setdefault(best.node)
+        self._plan(led, event, now, actions)
+        # Who is served elsewhere does not care that it cannot be had here.
+        actions = [a for a in actions if not (isinstance(a, Refuse) and self._fleet.footing.held(a.model))]
         self._dispatch(event, now, actions)
         return actions
 
     def next_wake(self, now: float) -> float | None:
         """When a `Tick` is due at the latest, or None when only events can change anything."""
-        times = [room.next_wake_s for room in self._rooms.values()] + [self._dispatcher.due_s(now)]
+        while self._due and not self._still_due(*self._due[0]):
+            heapq.heappop(self._due)
+        times = [self._due[0][0] if self._due else None, self._dispatcher.due_s(now), self._fleet.next_wake()]
         return min((time for time in times if time is not None), default=None)
 
     def memory(self) -> Memory:
         """What it believes now, as a copy."""
         rooms = tuple(room.memory() for room in self._rooms.values())
         return Memory(
-            orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory()
-        )
+            orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory(),
+            fleet=self._fleet.memory(),
+        )  # fmt: skip
 
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""
@@ -113,6 +136,8 @@ class Brain:
                 return (node,)
             case Left(node):
                 self._rooms.pop(node, None)
+                self._fleet.look(node)
+                self._fleet.joined()
                 self._open = {order: where for order, where in self._open.items() if where != node}
                 self._dispatcher.gone(node)
             case Traffic():
@@ -128,8 +153,11 @@ class Brain:
                     room.offered(offers)
                 return self._rooms
             case Report(node) if node in self._rooms:
-                self._rooms[node].hear(event, now)
+                if self._rooms[node].hear(event, now):
+                    self._fleet.look(node)
                 return (node,)
+            case Counted():
+                self._fleet.counted(event, now)
             case Done(order) | Failed(order) if order in self._open:
                 node = self._open.pop(order)
                 self._rooms[node].close(event, now, actions)
@@ -146,25 +174,27 @@ class Brain:
                 self._foresight.observed(event, now, actions)
             case Fitted():
                 self._foresight.learn(event)
-            case Tick():
-                return self._rooms
-            case _:
+            case _:  # Tick: what is due is looked at anyway
                 pass
         return ()
 
     def _join(self, event: Joined, now: float) -> None:
         """A node is there. What it is to load at start is wanted from now on, as far as it fits beside what is before
-        it in the catalogue.
+        it in the catalogue, and no other node has it.
         """
         beliefs = tuple(Belief.of(known, now) for known in event.models)
         chosen: list[Belief] = []
         for belief in beliefs:
-            belief.offers = event.offers.get(belief.known.model, ())
-            if belief.known.preload and pages_needed([*chosen, belief]) <= event.pool_pages:
+            name, known = belief.known.model, belief.known
+            belief.offers = event.offers.get(name, ())
+            lacking = known.preload and known.shards == 1 and not self._fleet.footing.held(name)
+            if lacking and pages_needed([*chosen, belief]) <= event.pool_pages:
                 belief.wanted_s = now
                 chosen.append(belief)
-        known = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs)
-        self._rooms[event.node] = Room(self.settings, known, self._number)
+        room = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs,
+                          host=event.host, domain=event.domain)  # fmt: skip
+        self._rooms[event.node] = Room(self.settings, room, self._number)
+        self._fleet.joined()
 
     def _hear_traffic(self, event: Traffic, now: float) -> None:
         for ticket in event.arrived:
@@ -175,10 +205,17 @@ class Brain:
             self._dispatcher.left(request, now)
 
     def _want(self, model: str, now: float) -> Collection[str]:
-        """Have the model on one node: nothing is asked of any while one takes its requests, or was asked already."""
+        """Have the model on one node: nothing is asked of any while one takes its requests, or was asked already.
+
+        Of many nodes the fleet chooses; where it finds no room, one makes room.
+        """
         rooms = self._with(model)
         beliefs = [room.models[model] for room in rooms]
-        if rooms and not any(one.serving or one.wanted_s is not None for one in beliefs):
+        if not rooms or any(one.serving or one.wanted_s is not None for one in beliefs):
+            return ()
+        if self._fleet.leads:
+            self._fleet.call(model, now)
+        else:
             best = self._best(rooms, model)
             best.want(model, now)
             return (best.node,)
@@ -205,9 +242,32 @@ class Brain:
         elif wish.goal is not None:
             rooms = [room for room in rooms if room.models[model].heading is not Stage.COLD] or rooms[:1]
         answers = [room.ask(model, wish, event.source, now) for room in rooms]
+        if self._fleet.leads and answers[0].accepted and wish.goal is not None:
+            if wish.goal is Stage.ACTIVE:
+                self._fleet.adopt(model, rooms[0].node)
+            elif event.node is None:
+                self._fleet.sleep(model)
         return next((answer for answer in answers if not answer.accepted), answers[0])
 
     # Deciding
+
+    def _plan(self, nodes: Iterable[str], event: Event, now: float, actions: list[Action]) -> None:
+        for node in nodes:
+            room, before = self._rooms.get(node), len(actions)
+            if room is None:
+                continue
+            room.plan(now, actions)
+            self._remind(room)
+            if len(actions) > before or not isinstance(event, Report):
+                self._fleet.look(node)
+
+    def _remind(self, room: Room) -> None:
+        if room.next_wake_s is not None:
+            heapq.heappush(self._due, (room.next_wake_s, room.node))
+
+    def _still_due(self, due_s: float, node: str) -> bool:
+        """What was noted for a room that has since been looked at, or is gone, is of no interest."""
+        return node in self._rooms and self._rooms[node].next_wake_s == due_s
 
     def _dispatch(self, event: Event, now: float, actions: list[Action]) -> None:
         """Hand over what devices that are nearly free shall begin, unless that was looked at a moment ago."""
@@ -217,19 +277,16 @@ class Brain:
         if due_s is None or due_s > now:
             return
         nodes: dict[str, list[str]] = {}
-        for ticket, node in self._dispatcher.begin(now, self._serving):
+        for ticket, node in self._dispatcher.begin(now, self._fleet.footing.serving):
             nodes.setdefault(node, []).append(ticket.id)
         for node, requests in nodes.items():
             left, ahead_s = len(self._dispatcher), self._dispatcher.backlog_s(node, now)
             why = f"{node}: {len(requests)} begin, {left} wait; {ahead_s:.2f} s of prompts lie before it"
             actions.append(Dispatch(node, tuple(requests), why))
 
-    def _serving(self, model: str) -> list[str]:
-        """The nodes that take the model's requests."""
-        return [room.node for room in self._with(model) if room.models[model].serving]
-
     def _number(self, node: str, model: str, verb: Verb, why: str, source: str | None) -> Order:
         self._orders += 1
+        nodes = self._fleet.footing.of(model, node)
         if verb.ends:
             self._open[self._orders] = node
-        return Order(self.term, self._orders, node, model, verb, why, source)
+        return Order(self.term, self._orders, node, model, verb, why, source, nodes if len(nodes) > 1 else ())

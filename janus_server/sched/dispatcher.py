@@ -74,6 +74,13 @@ class Dispatcher:
         """How many requests wait."""
         return len(self._waiting)
 
+    def waiting_s(self) -> dict[str, float]:
+        """How much prefill work waits to be begun, by model."""
+        work_s: dict[str, float] = {}
+        for ticket in self._waiting.values():
+            work_s[ticket.model] = work_s.get(ticket.model, 0.0) + ticket.work_s
+        return work_s
+
     def backlog_s(self, machine: str, now: float) -> float:
         """How much prefill work lies before a device."""
         backlog = self._backlogs.get(machine)

@@ -6,11 +6,13 @@ answers for the traffic that was seen last. Models without a promise, or not mea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from janus_server.orders import Action, Observed, Refit
+from janus_server.sched.mind import Question, Shares
 from janus_server.sched.oracle import Ask, Oracle, OracleSettings
 from janus_server.sched.oracle_records import Features, FitRequest, Fitted, Learnt, Observation
 
@@ -47,6 +49,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     fitted: bool
     requests: int
     on_time: int
+
+
+class Need(NamedTuple):
+    """Of a model: its tokens a second, and the shares of a device that one replica takes for them."""
+
+    tokens_s: float
+    hbm: float
+    compute: float
+    bandwidth: float
 
 
 class Foresight:
@@ -112,6 +123,39 @@ class Foresight:
             on_time=seen.on_time,
         )
 
+    def expect(self, questions: Sequence[Question], tokens_s: Mapping[str, float]) -> list[Shares | None]:
+        """The attainment for each question; tokens_s is the present traffic of the models, of whose lengths the last
+        observation tells. None of a model that nothing is known of.
+
+        A pessimist's, once the model was fitted. Before, its shape is all there is: a pessimist who has seen nothing
+        believes nothing, and would have every device.
+        """
+        answers: list[Shares | None] = [None] * len(questions)
+        asks: list[tuple[int, Ask]] = []
+        for i, question in enumerate(questions):
+            seen = self._latest.get(question.model)
+            rate = question.factor * tokens_s.get(question.model, 0.0)
+            if seen is not None and rate > 0.0 and self._oracle.knows(question.model):
+                asks.append((i, Ask(question.model, _at_rate(seen.features, rate), question.counts)))
+        for (i, ask), said in zip(asks, self._oracle.attainment([ask for _, ask in asks]), strict=True):
+            answers[i] = said.least if self._oracle.fitted(ask.model) else said.expected
+        return answers
+
+    def needs(self, models: Sequence[str], now: float, within_s: float) -> dict[str, Need]:
+        """What one replica of each model takes of a device with all of the model's traffic, of those whose traffic was
+        observed within_s ago at most."""
+        asks = []
+        for name in models:
+            seen = self._latest.get(name)
+            if seen is not None and now - seen.at_s <= within_s and self._oracle.knows(name):
+                asks.append(Ask(name, seen.features, (1,)))
+        needs = {}
+        for ask, demand in zip(asks, self._oracle.demand(asks), strict=True):
+            said = demand.most if self._oracle.fitted(ask.model) else demand.median
+            hbm, compute, bandwidth = (float(share) for share in said[0])
+            needs[ask.model] = Need(ask.features.token_rate, hbm, compute, bandwidth)
+        return needs
+
     def _refit(self, now: float, actions: list[Action]) -> None:
         every_s = self._refit_every_s
         if every_s is None:
@@ -128,3 +172,9 @@ class Foresight:
         seen = self._oracle.observations(request.model)
         why = f"{request.model}: fit its demand and attainment to {seen} observed periods"
         actions.append(Refit(request.model, why))
+
+
+def _at_rate(features: Features, token_rate: float) -> Features:
+    """The same lengths, more or fewer requests."""
+    factor = token_rate / features.token_rate if features.token_rate > 0.0 else 1.0
+    return msgspec.structs.replace(features, token_rate=token_rate, request_rate=factor * features.request_rate)

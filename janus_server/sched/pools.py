@@ -15,7 +15,7 @@ import msgspec
 
 from janus_server.sched.demand import Demand
 from janus_server.sched.placement import Note
-from janus_server.units import format_seconds
+from janus_server.units import LONG_AGO_S, format_seconds
 
 
 class Pool(enum.Enum):
@@ -83,7 +83,7 @@ class Pools(msgspec.Struct, frozen=True):
     """Members by model, rising; as of at_s."""
 
     members: tuple[Member, ...] = ()
-    at_s: float = -math.inf
+    at_s: float = LONG_AGO_S
 
     def of(self, pool: Pool) -> tuple[str, ...]:
         return tuple(member.model for member in self.members if member.pool is pool)

@@ -21,10 +21,16 @@ Numbered = Callable[[str, str, Verb, str, str | None], Order]
 
 
 class Room:
-    """The models of one node. number(node, model, verb, why, source) makes an order with the next id."""
+    """The models of one node. number(node, model, verb, why, source) makes an order with the next id.
+
+    led: somebody decides for many nodes which models are up here; idle ones are then not put to sleep by themselves.
+    """
 
     def __init__(self, settings: BrainSettings, memory: RoomMemory, number: Numbered) -> None:
         self.node = memory.node
+        self.host = memory.host
+        self.domain = memory.domain
+        self.led = False
         self.pool_pages = memory.pool_pages
         self.host_bytes = memory.host_bytes
         self.models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
@@ -38,7 +44,7 @@ class Room:
         models = tuple(msgspec.structs.replace(belief) for belief in self.models.values())
         return RoomMemory(
             node=self.node, pool_pages=self.pool_pages, host_bytes=self.host_bytes, models=models,
-            next_wake_s=self.next_wake_s,
+            next_wake_s=self.next_wake_s, host=self.host, domain=self.domain,
         )  # fmt: skip
 
     def settled(self, model: str) -> bool:
@@ -75,6 +81,31 @@ class Room:
         if belief.goal is not Stage.ACTIVE:
             belief.wanted_s = None
 
+    def bring(self, model: str, source: str | None, why: str, now: float) -> None:
+        """The model is to be up here, copied from another node where one is named."""
+        belief = self.models[model]
+        barred = belief.broken is not None and belief.retry_s > now
+        if belief.stage is Stage.ACTIVE or belief.order is not None or barred:
+            return
+        belief.goal, belief.because, belief.source = Stage.ACTIVE, why, source
+        self.want(model, now)
+
+    def lower(self, model: str, why: str) -> None:
+        """The model is not to be up here any more; its requests end first. What is on its way arrives before."""
+        belief = self.models[model]
+        if belief.order is not None or belief.pinned or belief.falling:
+            return
+        belief.because, belief.source = why, None
+        belief.goal = Stage.WARM if belief.stage is Stage.ACTIVE else None
+        if belief.goal is None:
+            belief.wanted_s = None
+
+    def keep(self, model: str) -> None:
+        """It is to stay up after all."""
+        belief = self.models[model]
+        if belief.falling and belief.because and belief.order is None:
+            belief.goal, belief.because = None, ""
+
     def offered(self, offers: Mapping[str, tuple[str, ...]]) -> None:
         """Which other nodes let which models be copied."""
         for name, belief in self.models.items():
@@ -85,15 +116,19 @@ class Room:
         belief = self.models[model]
         belief.stage, belief.copy, belief.draining, belief.busy = stage, copy, False, 0
 
-    def hear(self, report: Report, now: float) -> None:
-        """How busy the node's models are. Those it tells of are Active: the node knows better than its leader."""
+    def hear(self, report: Report, now: float) -> bool:
+        """How busy the node's models are. Those it tells of are Active: the node knows better than its leader, and True
+        comes back where it had to say so.
+        """
+        news = False
         for name, busy in report.models.items():
             belief = self.models.get(name)
             if belief is not None:
-                if belief.order is None:
-                    belief.stage = Stage.ACTIVE
+                if belief.order is None and belief.stage is not Stage.ACTIVE:
+                    belief.stage, news = Stage.ACTIVE, True
                 belief.busy = busy.running + busy.waiting
                 belief.idle_since_s = now - max(0.0, busy.idle_for_s)
+        return news
 
     def observed(self, models: Mapping[str, Observation], now: float) -> None:
         """Which models had how many requests in a period, wherever they ran."""
@@ -106,7 +141,7 @@ class Room:
         """An order of this node, which is open, came to its end."""
         belief = next(b for b in self.models.values() if b.order is not None and b.order.id == event.order)
         order, belief.order = belief.order, None
-        belief.stage, belief.copy = event.stage, event.copy
+        belief.stage, belief.copy, belief.because = event.stage, event.copy, ""
         if order is not None and order.verb is Verb.FORK:
             belief.source = None
             belief.offers = tuple(node for node in belief.offers if node != order.source)
@@ -164,7 +199,7 @@ class Room:
             return Answer(name, False, f"{name} is cold: there is nothing to {wish.value}; load it")
         if goal is not Stage.ACTIVE and belief.pinned:
             return Answer(name, False, f"{name} is {stage.value} and pinned; unpin it first")
-        belief.goal = goal
+        belief.goal, belief.because = goal, ""
         belief.source = source if wish is Wish.FORK else None
         belief.retry_s, belief.broken = now, None
         if goal is Stage.ACTIVE and belief.wanted_s is None:
@@ -203,7 +238,7 @@ class Room:
             self._wake_by(belief.retry_s)
             return
         if belief.goal in (Stage.WARM, Stage.COLD) and belief.stage is Stage.ACTIVE:
-            why = f"{known.model}: asked to {'sleep' if belief.goal is Stage.WARM else 'be evicted'}"
+            why = belief.because or f"{known.model}: asked to {'sleep' if belief.goal is Stage.WARM else 'be evicted'}"
             if belief.busy:
                 if not belief.draining:
                     self._drain(belief, f"{why}; its {belief.busy} requests finish first", actions)
@@ -213,7 +248,7 @@ class Room:
                 self._order(belief, Verb.UNLOAD, why, actions)
         elif belief.goal is Stage.COLD and belief.stage is Stage.WARM:
             self._order(belief, Verb.EVICT, f"{known.model}: asked to be evicted", actions)
-        elif belief.idle and known.idle_s is not None and belief.goal is None:
+        elif belief.idle and known.idle_s is not None and belief.goal is None and not self.led:
             due_s = belief.idle_since_s + known.idle_s
             if due_s <= now:
                 idle_s = now - belief.idle_since_s
@@ -239,7 +274,8 @@ class Room:
                 verb, origin = Verb.FORK, f"node {belief.fork_from}"
             elif belief.copy:
                 verb, origin = Verb.WAKE, "its host copy"
-            self._order(belief, verb, f"{known.model}: wanted for {waited_s:.1f} s; from {origin}", actions)
+            why = belief.because or f"{known.model}: wanted for {waited_s:.1f} s; from {origin}"
+            self._order(belief, verb, why, actions)
             return True
         if pages_needed([belief, *(b for b in holders if b.pinned)]) > self.pool_pages:
             belief.wanted_s = belief.goal = belief.source = None

@@ -8,7 +8,6 @@ has arrived feeds others: a burst of replicas spreads as a tree instead of queue
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -40,11 +39,12 @@ class Origin(enum.Enum):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One kind of path: what every copy costs, what one device gets of it, and what all that share it get together."""
+    """One kind of path: what every copy costs, what one device gets of it, and what all that share it get together,
+    where they share anything."""
 
     fixed_s: float
     bytes_s: float
-    shared_bytes_s: float = math.inf
+    shared_bytes_s: float | None = None
 
     def seconds(self, amount: int, sharing: int = 1) -> float:
         """Of `amount` bytes to a device, while `sharing` devices in all use what is shared.
@@ -52,7 +52,8 @@ class Link(msgspec.Struct, frozen=True):
         Example: 42 GB from host memory at 59 GB/s takes 0.99 s for one device, and where 16 devices share 276 GB/s,
         2.72 s.
         """
-        return self.fixed_s + amount / min(self.bytes_s, self.shared_bytes_s / max(1, sharing))
+        mine = self.bytes_s if self.shared_bytes_s is None else self.shared_bytes_s / max(1, sharing)
+        return self.fixed_s + amount / min(self.bytes_s, mine)
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):

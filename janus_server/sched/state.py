@@ -12,6 +12,7 @@ import msgspec
 
 from janus_server.orders import KnownModel, Order, Stage, Verb
 from janus_server.sched.dispatcher import Waiting
+from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.foresight import Foreseen
 from janus_server.sched.oracle import OracleSettings
 
@@ -36,6 +37,7 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     refit_every_s: float | None = 60.0
     # Of half the points: a fit then takes 50 KB of a journal, and 7 ms to be taken in.
     oracle: OracleSettings = OracleSettings(window_s=30.0, points=128, first_points=30)
+    fleet: FleetSettings = FleetSettings()
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -54,7 +56,8 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
     become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
     weights are to be tried first, offers the nodes that let theirs be copied, the best first; broken says why it cannot
-    be loaded, until retry_s. recent is how many requests it had, as of recent_s, older ones counted less.
+    be loaded, until retry_s. because is why the fleet wants what it wants of it, "" where it wants nothing. recent is
+    how many requests it had, as of recent_s, older ones counted less.
     """
 
     known: KnownModel
@@ -75,6 +78,7 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     offers: tuple[str, ...] = ()
     failures: int = 0
     broken: str | None = None
+    because: str = ""
     recent: float = 0.0
     recent_s: float = 0.0
 
@@ -98,6 +102,11 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     @property
     def sinking(self) -> bool:
         return self.order is not None and self.order.verb.lowers
+
+    @property
+    def falling(self) -> bool:
+        """It is to give up its pages, as soon as nothing runs."""
+        return self.stage is Stage.ACTIVE and self.goal in (Stage.WARM, Stage.COLD)
 
     @property
     def serving(self) -> bool:
@@ -153,6 +162,8 @@ class RoomMemory(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     models: tuple[Belief, ...]
     next_wake_s: float | None = None
+    host: str = ""
+    domain: str = ""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +173,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     rooms: tuple[RoomMemory, ...] = ()
     waiting: Waiting = Waiting()
     foreseen: Foreseen = Foreseen()
+    fleet: FleetMemory = FleetMemory()
 
 
 def pages_needed(models: Iterable[Belief]) -> int:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -17,52 +16,56 @@ _UNUSUAL: Final = 4.0
 _FIRST_PART: Final = 0.1
 
 
-class _Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True):
+    """A rate, as of one time."""
+
     at_s: float
     rate: float
 
 
-class Trend:
-    """A rate as it was counted now and then, and straight lines between."""
+class Trend(msgspec.Struct, eq=False):
+    """A rate as it was counted now and then, and straight lines between. Only its own methods write it.
 
-    def __init__(self, window_s: float) -> None:
-        self.window_s = window_s
-        self._samples: deque[_Sample] = deque()
-        self._seen_s = 0.0
-        self._usual_s = 0.0
-        self._usual = 0.0
-        self._deviation = 0.0
+    usual is the rate's long mean, as of usual_s, deviation how far it mostly strays from that.
+    """
+
+    window_s: float
+    samples: list[Sample] = []
+    seen_s: float = 0.0
+    usual_s: float = 0.0
+    usual: float = 0.0
+    deviation: float = 0.0
 
     def add(self, now: float, rate: float) -> None:
         """Samples older than the window go, but the last of them."""
-        last = self._samples[-1] if self._samples else None
+        last = self.samples[-1] if self.samples else None
         if last is None:
-            self._usual, self._deviation = rate, _FIRST_PART * rate
+            self.usual, self.deviation = rate, _FIRST_PART * rate
         else:
-            part = -math.expm1(min(0.0, self._usual_s - now) / _USUAL_S)
-            self._deviation += part * (abs(last.rate - self._usual) - self._deviation)
-            self._usual += part * (last.rate - self._usual)
-        self._usual_s = now
+            part = -math.expm1(min(0.0, self.usual_s - now) / _USUAL_S)
+            self.deviation += part * (abs(last.rate - self.usual) - self.deviation)
+            self.usual += part * (last.rate - self.usual)
+        self.usual_s = now
         if last is None or last.rate != rate:
-            if last is not None and last.at_s < self._seen_s:
-                self._samples.append(_Sample(self._seen_s, last.rate))
-            self._samples.append(_Sample(now, rate))
-        self._seen_s = now
+            if last is not None and last.at_s < self.seen_s:
+                self.samples.append(Sample(self.seen_s, last.rate))
+            self.samples.append(Sample(now, rate))
+        self.seen_s = now
         start_s = now - self.window_s
-        while len(self._samples) > 1 and self._samples[1].at_s <= start_s:
-            self._samples.popleft()
+        while len(self.samples) > 1 and self.samples[1].at_s <= start_s:
+            del self.samples[0]
 
     def still(self, now: float) -> None:
         """The rate is what it was."""
-        self._seen_s = now
+        self.seen_s = now
 
     def settled(self, now: float) -> bool:
         """Nothing changed for a window."""
-        return len(self._samples) == 1 and now - self._samples[0].at_s >= self.window_s
+        return len(self.samples) == 1 and now - self.samples[0].at_s >= self.window_s
 
     def unusual(self) -> bool:
         """The rate is above what it mostly is by more than it mostly strays: it rises and does not just tremble."""
-        return bool(self._samples) and self._samples[-1].rate - self._usual > _UNUSUAL * self._deviation
+        return bool(self.samples) and self.samples[-1].rate - self.usual > _UNUSUAL * self.deviation
 
     def ahead(self, now: float, ahead_s: float) -> float:
         """The rate in ahead_s, by a straight line through the means of both halves of the window; 0 at least.
@@ -71,10 +74,10 @@ class Trend:
         slope. Example: a rate that rose from 100 to 140 in the 4 s of the window: the halves' means are 110 and 130,
         2 s apart, so it rises by 10 a second; in 3 s it is 170.
         """
-        if not self._samples:
+        if not self.samples:
             return 0.0
-        rate = self._samples[-1].rate
-        first_s = max(self._samples[0].at_s, now - self.window_s)
+        rate = self.samples[-1].rate
+        first_s = max(self.samples[0].at_s, now - self.window_s)
         if now <= first_s:
             return rate
         middle_s = (first_s + now) / 2.0
@@ -86,8 +89,8 @@ class Trend:
 
     def _mean(self, start_s: float, end_s: float) -> float:
         total = 0.0
-        later = _Sample(end_s, self._samples[-1].rate)
-        for sample in reversed(self._samples):
+        later = Sample(end_s, self.samples[-1].rate)
+        for sample in reversed(self.samples):
             since_s, until_s = max(sample.at_s, start_s), min(later.at_s, end_s)
             if since_s < until_s:
                 ends = _between(sample, later, since_s) + _between(sample, later, until_s)
@@ -98,7 +101,7 @@ class Trend:
         return total / (end_s - start_s)
 
 
-def _between(one: _Sample, other: _Sample, at_s: float) -> float:
+def _between(one: Sample, other: Sample, at_s: float) -> float:
     if other.at_s <= one.at_s:
         return other.rate
     return one.rate + (other.rate - one.rate) * (at_s - one.at_s) / (other.at_s - one.at_s)

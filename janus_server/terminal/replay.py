@@ -13,7 +13,7 @@ import msgspec
 
 from janus_server import journal
 from janus_server.journal import Entry
-from janus_server.orders import Action, Answer, Dispatch, Order, Refit, Refuse, Report
+from janus_server.orders import Action, Answer, Decided, Dispatch, Order, Refit, Refuse, Report
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -65,3 +65,5 @@ def _sentence(action: Action) -> str:
             return f"answer  {action.why}"
         case Refit():
             return f"refit   {action.why}"
+        case Decided():
+            return f"decide  {action.why}"

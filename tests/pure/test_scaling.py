@@ -20,7 +20,7 @@ from janus_server.sched.placement import Change, Cluster, Device, Model, Replica
 from janus_server.sched.reasons import Decider, Target
 from janus_server.sched.roles import flips
 from janus_server.sched.rollout import RolloutRules, roll
-from janus_server.sched.scaling import Question, RateTable, Scaler, ScalingRules, Traffic
+from janus_server.sched.scaling import Load, Question, RateTable, Scaler, ScalingRules
 from janus_server.sched.trend import Trend
 
 
@@ -49,7 +49,7 @@ class Bench:
 
     def tick(self, now: float, rate: float, **more: object) -> Target | None:
         self.rate = rate
-        traffic = Traffic(model="m", tokens_s=rate, **more)  # type: ignore[arg-type]
+        traffic = Load(model="m", tokens_s=rate, **more)  # type: ignore[arg-type]
         targets, _ = self.scaler.decide([traffic], self.models, self.devices, self.ask, now)
         return targets[0] if targets else None
 
@@ -222,7 +222,7 @@ def test_a_clock_that_goes_back_or_leaps_is_survived() -> None:
     b = Bench()
     b.tick(1000.0, 5000.0)
     b.rate = 500.0
-    traffic = Traffic(model="m", tokens_s=500.0)
+    traffic = Load(model="m", tokens_s=500.0)
     _, notes = b.scaler.decide([traffic], b.models, b.devices, b.ask, 10.0)
     assert [note.subject for note in notes] == ["clock"]
     for i in range(80):
@@ -234,7 +234,7 @@ def test_a_clock_that_goes_back_or_leaps_is_survived() -> None:
 
 def test_unknown_models_are_told_once() -> None:
     b = Bench()
-    ghost = [Traffic(model="ghost", tokens_s=1.0)]
+    ghost = [Load(model="ghost", tokens_s=1.0)]
     first = b.scaler.decide(ghost, b.models, b.devices, b.ask, 0.0)
     again = b.scaler.decide(ghost, b.models, b.devices, b.ask, 0.5)
     assert [note.subject for note in first[1]] == ["ghost"] and again == ([], [])
@@ -243,7 +243,7 @@ def test_unknown_models_are_told_once() -> None:
 def test_a_model_that_fits_on_no_device_takes_none_from_the_others() -> None:
     models = {"big": Model(model="big", pages=50), "m": Model(model="m", pages=10)}
     scaler = Scaler()
-    traffic = [Traffic(model=name, tokens_s=3000.0) for name in models]
+    traffic = [Load(model=name, tokens_s=3000.0) for name in models]
     devices = (device("x"), device("y"))
     able = lambda questions: [np.minimum(0.999, np.array(q.counts) / 2) for q in questions]  # noqa: E731
     _, notes = scaler.decide(traffic, models, devices, able, 0.0)
@@ -272,7 +272,7 @@ def test_the_trend_by_hand() -> None:
 
 
 def test_patience_doubles_and_forgets() -> None:
-    patience = Patience(15.0, 5.0, 0.0)
+    patience = Patience.new(15.0, 5.0)
     patience.moved(3, 1, 1.0, 100.0)
     patience.moved(1, 3, 1.0, 110.0)
     assert patience.quiet_s == 30.0

@@ -28,7 +28,7 @@ from janus_server.sched.placement import Change, Cluster, Device, Model, Replica
 from janus_server.sched.plan import plan
 from janus_server.sched.pools import Pools, Signal, assign
 from janus_server.sched.rollout import roll
-from janus_server.sched.scaling import Question, Scaler, Traffic
+from janus_server.sched.scaling import Load, Question, Scaler
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -114,7 +114,7 @@ class Stage:
             if tokens_s > 0.0 or name not in self.quiet_since:
                 self.quiet_since[name] = now
             some, ended = late.get(name, (0, 0))
-            told.append(Traffic(model=name, tokens_s=tokens_s, backlog_s=backlog.get(name, 0.0), ended=ended,
+            told.append(Load(model=name, tokens_s=tokens_s, backlog_s=backlog.get(name, 0.0), ended=ended,
                                 late=some, idle_for_s=now - self.quiet_since[name]))  # fmt: skip
         cluster = Cluster(tuple(self.devices.values()), tuple(self.replicas.values()))
         targets, notes = self.scaler.decide(told, self.models, cluster.devices, self._predict, now)

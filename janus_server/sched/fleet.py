@@ -1,0 +1,352 @@
+"""Which models are up on which of many nodes: both paths of the leader, over the rooms of its nodes. Pure.
+
+The Brain owns one and asks it when time has passed or something happened. The slow path (30 s) says which models share
+devices and packs those; the fast path (0.5 s) gives the others as many replicas as they need, and takes both plans one
+step further: it tells rooms what to bring up, to give up and to keep, and they order it. With one node there is nothing
+to choose, and nothing is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from janus_server.orders import Action, Counted, Decided, KnownModel, Verb
+from janus_server.sched.demand import Demand, Kind, Placement, Reason, Seat
+from janus_server.sched.fleet_records import FleetMemory, FleetSettings
+from janus_server.sched.footing import Footing
+from janus_server.sched.foresight import Foresight, Need
+from janus_server.sched.ladder import choose as fewest
+from janus_server.sched.ladder import ladder
+from janus_server.sched.meter import Meter
+from janus_server.sched.packing import pack
+from janus_server.sched.placement import Change, Cluster, Device, Model, Note, Replica, Standing
+from janus_server.sched.plan import plan
+from janus_server.sched.pools import Member, Pool, Pools, Signal, assign, steady_demands
+from janus_server.sched.rollout import RolloutRules, roll
+from janus_server.sched.room import Room
+from janus_server.sched.scaling import Question, Scaler
+from janus_server.sched.source import Origin, choose
+
+_UP = (Verb.LOAD, Verb.WAKE, Verb.FORK)
+_DOWN = (Verb.DRAIN, Verb.SLEEP, Verb.UNLOAD)
+# Of attainment, for a model that promises nothing.
+_ATTAIN = 0.95
+# How many replicas of one model are asked about one by one.
+_NEAR = 8
+
+
+class Fleet:
+    """backlog_s(node) is the prefill work before a node, waiting_s() by model that of requests that nobody began."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        rooms: Mapping[str, Room],
+        foresight: Foresight,
+        backlog_s: Callable[[str, float], float],
+        waiting_s: Callable[[], Mapping[str, float]],
+        known: FleetMemory,
+    ) -> None:
+        """With what another one knew (`memory`), this one goes on."""
+        self._settings, self._rooms, self._foresight = settings, rooms, foresight
+        self._backlog_s, self._waiting_s = backlog_s, waiting_s
+        self.footing = Footing(rooms, known.homes)
+        self._scaler = Scaler(settings.scaling, settings.table, known.scaler)
+        self._meter = Meter(known.gauges)
+        self._pools, self._seats, self._placement, self._short = known.pools, known.seats, known.placement, known.short
+        self._called, self._asleep, self._noted = dict(known.called), set(known.asleep), dict(known.noted)
+        self._since_s, self._fast_s, self._slow_s = known.since_s, known.fast_s, known.slow_s
+        self._moving = known.moving
+        self._models: dict[str, Model] = {}
+        self._reserve_pages = 0
+        self._elastic: tuple[Device, ...] = ()
+        self._homeless: list[str] = []
+        self.joined()
+
+    def memory(self) -> FleetMemory:
+        """What it knows now, as a copy."""
+        return FleetMemory(
+            homes=self.footing.homes(), pools=self._pools, seats=self._seats, placement=self._placement,
+            short=self._short, scaler=self._scaler.memory(), gauges=self._meter.memory(), called=dict(self._called),
+            asleep=tuple(sorted(self._asleep)), noted=dict(self._noted), since_s=self._since_s, fast_s=self._fast_s,
+            slow_s=self._slow_s, moving=self._moving,
+        )  # fmt: skip
+
+    @property
+    def leads(self) -> bool:
+        """There is something to choose."""
+        return len(self._rooms) > 1
+
+    def next_wake(self) -> float | None:
+        return min(self._fast_s, self._slow_s) if self.leads else None
+
+    # Hearing
+
+    def joined(self) -> None:
+        """Nodes came or went."""
+        for room in self._rooms.values():
+            room.led = self.leads
+            for name, belief in room.models.items():
+                if name not in self._models:
+                    self._models[name] = _model_of(belief.known)
+                    beyond = belief.known.longest_pages - belief.known.floor_pages
+                    self._reserve_pages = max(self._reserve_pages, beyond)
+        self._moving = True
+
+    def look(self, node: str) -> None:
+        """Something happened to what a room believes."""
+        self.footing.look(node)
+        self._moving = True
+
+    def counted(self, event: Counted, now: float) -> None:
+        self._meter.counted(event.models, now)
+        self._asleep.difference_update(event.models)
+
+    def call(self, model: str, now: float) -> None:
+        """Somebody wants the model, and no replica of it is up or on its way: it is looked for a place now."""
+        self._asleep.discard(model)
+        self._called[model] = now
+        self._fast_s = self._slow_s = min(self._fast_s, now)
+
+    def homeless(self) -> list[str]:
+        """Models that somebody waits for and that the last look found no room for; once."""
+        found, self._homeless = self._homeless, []
+        return found
+
+    def sleep(self, model: str) -> None:
+        """An operator put it to sleep: it is left alone until somebody calls it."""
+        self._asleep.add(model)
+        self._seats = tuple(seat for seat in self._seats if seat.model != model)
+
+    def adopt(self, model: str, node: str) -> None:
+        """It is up there, or will be, for a reason of its own."""
+        if self._models[model].shards == 1 and not any(
+            seat.model == model and node in seat.devices for seat in self._seats
+        ):
+            self._seats = (*self._seats, Replica(model=model, devices=(node,)))
+
+    # Deciding
+
+    def decide(self, now: float, actions: list[Action]) -> list[str]:
+        """What is due now. Rooms are told; their names come back, and sentences are appended."""
+        if not self.leads or now < min(self._fast_s, self._slow_s):
+            return []
+        if self._since_s is None:
+            self._since_s = now
+        notes: list[Note] = []
+        if now >= self._slow_s:
+            self._slow(self._cluster(now), now, actions, notes)
+            self._slow_s, self._moving = now + self._settings.slow_s, True
+        if self._moving:
+            self._cluster(now)
+        changed = self._scale(now, actions, notes)
+        self._fast_s = now + self._settings.fast_s
+        touched = self._move(self._cluster(now), now, notes) if changed or self._moving else []
+        for note in notes:  # each once, until it is something else
+            if self._noted.get(note.subject) != note.why:
+                self._noted[note.subject] = note.why
+                actions.append(Decided(note.subject, f"{note.subject}: {note.why}"))
+        return touched
+
+    def _move(self, cluster: Cluster, now: float, notes: list[Note]) -> list[str]:
+        """Tell rooms what comes next in both pools."""
+        touched: list[str] = []
+        changes = [*self._roll(cluster, notes), *self._step(cluster, now, notes)]
+        for change in changes:
+            touched += self._tell(change, cluster, now)
+        for model, nodes in self.footing.broken():
+            touched += self._lower(model, nodes, f"{model}@{'+'.join(nodes)} lost a shard: the rest is of no use")
+        # Whatever is on its way or going needs another look, though nothing may happen in between.
+        self._moving = bool(changes) or any(r.standing is not Standing.ACTIVE for r in cluster.replicas)
+        return touched
+
+    def _cluster(self, now: float) -> Cluster:
+        cluster = self.footing.cluster(lambda node: self._backlog_s(node, now), self._reserve_pages)
+        held = {device for seat in self._seats for device in seat.devices}
+        steady = set(self._pools.of(Pool.STEADY))
+        held.update(device for r in cluster.replicas if r.model in steady for device in r.devices)
+        elastic = tuple(device for device in cluster.devices if device.id not in held)
+        if elastic != self._elastic:  # the same object while it is the same: the scaler looks at no more
+            self._elastic = elastic
+        return cluster
+
+    # The slow path
+
+    def _awake(self, now: float) -> list[str]:
+        """The models that are to be up somewhere: who is left alone for as long as it may be is not."""
+        return [name for name, model in self._models.items() if name not in self._asleep and not self._idle(model, now)]
+
+    def _idle(self, model: Model, now: float) -> bool:
+        if model.idle_s is None:
+            return False
+        called_s = self._called.get(model.model, self._since_s if self._since_s is not None else now)
+        return min(self._meter.idle_for_s(model.model, now), now - called_s) >= model.idle_s
+
+    def _slow(self, cluster: Cluster, now: float, actions: list[Action], notes: list[Note]) -> None:
+        """Who shares devices, and which."""
+        awake = self._awake(now)
+        devices = cluster.devices
+        signals = self._signals(awake, devices, now)
+        if len(self._settings.pools) == 1:
+            only = self._settings.pools[0]
+            self._pools = Pools(tuple(Member(model=name, pool=only, since_s=now) for name in sorted(awake)), now)
+        else:
+            assignment = assign(self._pools, signals, len(devices), now, self._settings.assignment)
+            self._pools = assignment.pools
+            actions += [Decided(change.model, change.why) for change in assignment.changes]
+            notes += assignment.notes
+        self._pack(cluster, steady_demands(self._pools, signals, self._settings.overlap), actions, notes)
+
+    def _signals(self, names: Sequence[str], devices: Sequence[Device], now: float) -> list[Signal]:
+        """What each model needs, by the oracle where it knows something, else by the table of rates."""
+        smallest = max(1, min(device.pages for device in devices))
+        needs = self._foresight.needs(names, now, 2.0 * self._settings.slow_s)
+        counts = ladder(_NEAR, max(1, len(devices)))
+        said = self._foresight.expect([Question(name, 1.0, counts) for name in needs],
+                                      {name: need.tokens_s for name, need in needs.items()})  # fmt: skip
+        replicas = {
+            name: fewest(counts, shares, self._models[name].target).count
+            for name, shares in zip(needs, said, strict=True) if shares is not None
+        }  # fmt: skip
+        signals = []
+        for name in names:
+            model = self._models[name]
+            need = needs[name] if name in replicas else self._by_table(name, now)
+            share = model.pages / smallest
+            signals.append(Signal(
+                model=name, replicas=replicas.get(name) or self._settings.table.count(need.tokens_s),
+                hbm=min(max(share, need.hbm), max(share, 1.0)), compute=need.compute / self._settings.fill,
+                bandwidth=need.bandwidth / self._settings.fill, shards=model.shards, heat=need.tokens_s,
+                move_s=model.outage_s,
+            ))  # fmt: skip
+        return signals
+
+    def _by_table(self, name: str, now: float) -> Need:
+        tokens_s = self._meter.load(name, 0.0, now).tokens_s
+        return Need(tokens_s, 0.0, tokens_s / self._settings.table.per_replica, 0.0)
+
+    def _pack(self, cluster: Cluster, demands: list[Demand], actions: list[Action], notes: list[Note]) -> None:
+        """Starting from what stands: where replicas of the steady models are, or were to be."""
+        wanted = {demand.model: demand.shards for demand in demands}
+        live = [r for r in cluster.replicas if r.standing is not Standing.SINKING]
+        live.sort(key=lambda r: r.standing is Standing.DRAINING)
+        homes = self._homes(wanted, live)
+        taken = {device for home in homes.values() for device in home}
+        others = {device for r in live if r.model not in wanted for device in r.devices}
+        names = sorted((device.id for device in cluster.devices), key=lambda name: name not in taken)
+        usable = [name for name in names if name in taken or name not in others]
+        seats = tuple(Seat(model, device) for model in sorted(homes) for device in homes[model])
+        decision = pack(demands, usable, Placement(seats, self._placement.vain), self._settings.packing)
+        self._placement = decision.placement
+        for move in decision.moves:
+            if move.kind is not Kind.DROP:
+                actions.append(Decided(move.model, f"{move.model} to {move.target}: {move.why}"))
+        notes += [Note(refusal.model, refusal.why) for refusal in decision.refusals]
+        self._homeless = [
+            r.model for r in decision.refusals
+            if r.reason is Reason.NO_ROOM and wanted[r.model] == 1 and r.model in self._called
+            and not self.footing.held(r.model)
+        ]  # fmt: skip
+        self._short = sum(wanted[r.model] for r in decision.refusals if r.reason is Reason.NO_ROOM)
+        found = decision.placement.homes
+        self._seats = tuple(Replica(model=model, devices=found[model]) for model in sorted(found))
+
+    def _homes(self, wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:
+        """Where each model that has so many shards lies: on its seat if it is there or nowhere, else where it is."""
+        found: dict[str, list[tuple[str, ...]]] = {model: [] for model in wanted}
+        for replica in live:
+            if len(replica.devices) == wanted.get(replica.model, 0):
+                found[replica.model].append(replica.devices)
+        homes = {seat.model: seat.devices for seat in self._seats if seat.model in wanted}
+        for model, held in found.items():
+            if held and homes.get(model) not in held:
+                homes[model] = held[0]
+        return homes
+
+    # The fast path
+
+    def _scale(self, now: float, actions: list[Action], notes: list[Note]) -> bool:
+        """How many replicas the elastic models are to have; whether that changed."""
+        waiting = self._waiting_s()
+        elastic = [name for name in self._pools.of(Pool.ELASTIC) if name in self._models and name not in self._asleep]
+        loads = [self._meter.load(name, waiting.get(name, 0.0), now) for name in elastic]
+        rates = {load.model: load.tokens_s for load in loads}
+        devices = self._elastic[: max(0, len(self._elastic) - self._short)] if self._short else self._elastic
+        targets, said = self._scaler.decide(
+            loads, self._models, devices, lambda questions: self._foresight.expect(questions, rates), now
+        )
+        actions += [Decided(target.model, target.why) for target in targets]
+        notes += said
+        return bool(targets)
+
+    def _roll(self, cluster: Cluster, notes: list[Note]) -> tuple[Change, ...]:
+        """One step of the elastic pool."""
+        inside = {device.id for device in self._elastic}
+        elastic = set(self._pools.of(Pool.ELASTIC))
+        here = tuple(r for r in cluster.replicas if r.model in elastic and inside.issuperset(r.devices))
+        rolled = roll(Cluster(self._elastic, here), self._models, self._scaler.targets,
+                      rules=RolloutRules(links=self._settings.links))  # fmt: skip
+        notes += rolled.notes
+        return rolled.changes
+
+    def _step(self, cluster: Cluster, now: float, notes: list[Note]) -> tuple[Change, ...]:
+        """One step of the steady pool. A model that went to the other one stays until it is up there."""
+        inside = {device.id for device in self._elastic}
+        there = Cluster(
+            tuple(device for device in cluster.devices if device.id not in inside),
+            tuple(r for r in cluster.replicas if not inside.issuperset(r.devices)),
+        )
+        up = {r.model for r in cluster.replicas if r.standing is Standing.ACTIVE and inside.issuperset(r.devices)}
+        leaving = set(self._pools.of(Pool.ELASTIC)) - up
+        wanted = [seat for seat in self._seats if seat.model not in leaving and self._kept(seat.model, now)]
+        wanted += [r for r in there.replicas if r.model in leaving and r.standing is not Standing.SINKING]
+        made = plan(there, self._models.values(), wanted)
+        notes += made.notes
+        return made.ready
+
+    def _kept(self, name: str, now: float) -> bool:
+        model = self._models.get(name)
+        return model is not None and name not in self._asleep and not self._idle(model, now)
+
+    # Telling
+
+    def _tell(self, change: Change, cluster: Cluster, now: float) -> Sequence[str]:
+        if change.verb in _DOWN:
+            feeding = any(r.key == (change.model, change.devices) and r.serves for r in cluster.replicas)
+            return () if feeding else self._lower(change.model, change.devices, change.why)
+        if change.verb is Verb.SERVE:
+            for node in change.devices:
+                self._rooms[node].keep(change.model)
+            return change.devices
+        if change.verb not in _UP:
+            return ()
+        sources = self._sources(change, cluster)
+        self.footing.add(change.model, change.devices)
+        for node, source in zip(change.devices, sources, strict=True):
+            self._rooms[node].bring(change.model, source, change.why, now)
+        return change.devices
+
+    def _lower(self, model: str, nodes: Sequence[str], why: str) -> list[str]:
+        there = [node for node in nodes if node in self._rooms]
+        for node in there:
+            self._rooms[node].lower(model, why)
+        return there
+
+    def _sources(self, change: Change, cluster: Cluster) -> Sequence[str | None]:
+        """Of which node each shard is copied; None where it comes from the host or a checkpoint."""
+        feeder: tuple[str, ...] = ()
+        if change.source is not None:
+            feeder = self.footing.of(change.model, change.source)
+        elif change.verb is Verb.FORK:
+            copy = choose(self._models[change.model], change.devices, cluster, self._settings.links)
+            if copy.source is not None and copy.origin in (Origin.NEAR, Origin.FAR):
+                feeder = copy.source.devices
+        return feeder if len(feeder) == len(change.devices) else [None] * len(change.devices)
+
+
+def _model_of(known: KnownModel) -> Model:
+    return Model(
+        model=known.model, pages=known.weight_pages + known.floor_pages, weight_bytes=known.host_bytes,
+        shards=known.shards, priority=known.priority, target=_ATTAIN if known.attain is None else known.attain,
+        idle_s=known.idle_s, outage_s=known.load_s,
+    )  # fmt: skip

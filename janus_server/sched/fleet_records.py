@@ -1,0 +1,58 @@
+"""How a fleet of nodes is led, and what its leader remembers of that, as frozen records. `fleet` decides. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from janus_server.sched.demand import Placement
+from janus_server.sched.demand import Rules as PackingRules
+from janus_server.sched.meter import Gauge
+from janus_server.sched.mind import RateTable, ScalingRules
+from janus_server.sched.placement import Replica
+from janus_server.sched.pools import Overlap, Pool, PoolRules, Pools
+from janus_server.sched.scaling import ScalerMemory
+from janus_server.sched.source import Links
+from janus_server.units import LONG_AGO_S
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """fast_s and slow_s: the periods of the two paths. pools: those that there are; with one of them alone, every model
+    is in that one. fill: how much of a device's compute, bandwidth and time the models that share it may take, as a
+    pessimist sees it: what waits behind others grows as 1 / (1 - load).
+    """
+
+    fast_s: float = 0.5
+    slow_s: float = 30.0
+    pools: tuple[Pool, ...] = (Pool.STEADY, Pool.ELASTIC)
+    fill: float = 0.7
+    overlap: Overlap = Overlap.TURNS
+    scaling: ScalingRules = ScalingRules()
+    table: RateTable = RateTable()
+    assignment: PoolRules = PoolRules()
+    packing: PackingRules = PackingRules()
+    links: Links = Links()
+
+
+class FleetMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `Fleet` knows at one moment.
+
+    homes are the nodes of each replica, seats what the steady pool is to be, placement what the last packing said,
+    short how many devices it lacked. called: when requests came last for a model that nobody had, or an operator wished
+    it up; asleep: models that an operator put to sleep and nobody has called since. noted: what was said last of each
+    subject that nothing could be done about.
+    """
+
+    homes: dict[str, tuple[tuple[str, ...], ...]] = {}
+    pools: Pools = Pools()
+    seats: tuple[Replica, ...] = ()
+    placement: Placement = Placement()
+    short: int = 0
+    scaler: ScalerMemory = ScalerMemory()
+    gauges: dict[str, Gauge] = {}
+    called: dict[str, float] = {}
+    asleep: tuple[str, ...] = ()
+    noted: dict[str, str] = {}
+    since_s: float | None = None
+    fast_s: float = LONG_AGO_S
+    slow_s: float = LONG_AGO_S
+    moving: bool = True

@@ -1,0 +1,135 @@
+"""Which replicas there are: the nodes of each, how it stands, and which take requests. Pure; the Brain keeps one.
+
+Rooms know models on nodes, one by one; here those nodes are one replica that hold its shards. Who decides about the
+whole cluster looks at it as a `Cluster`, and whoever hands requests over asks who serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from janus_server.orders import Stage
+from janus_server.sched.placement import Cluster, Device, Replica, Standing
+from janus_server.sched.room import Room
+from janus_server.sched.state import Belief
+
+Homes = dict[str, list[tuple[str, ...]]]
+"""The nodes of each replica of each model, its head first."""
+
+
+class Footing:
+    """Replicas on rooms. Whoever changes what a room believes says so (`look`)."""
+
+    def __init__(self, rooms: Mapping[str, Room], homes: Mapping[str, Iterable[tuple[str, ...]]]) -> None:
+        self._rooms = rooms
+        self._homes: Homes = {model: list(held) for model, held in homes.items()}
+        self._serving: dict[str, tuple[str, ...]] = {}
+        self._devices: dict[str, Device] = {}
+
+    def homes(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """As a copy, for the memory of whoever asks."""
+        return {model: tuple(held) for model, held in self._homes.items() if held}
+
+    def add(self, model: str, nodes: tuple[str, ...]) -> None:
+        """A replica is to be brought up there."""
+        held = self._homes.setdefault(model, [])
+        if nodes not in held:
+            held.append(nodes)
+
+    def of(self, model: str, node: str) -> tuple[str, ...]:
+        """The replica that the node is a part of; () where it is of none."""
+        return next((nodes for nodes in self._homes.get(model, ()) if node in nodes), ())
+
+    def look(self, node: str) -> None:
+        """What a room believes may have changed, or it is gone: replicas appear, and those without a trace go."""
+        self._devices.pop(node, None)
+        room = self._rooms.get(node)
+        if room is None:
+            for model, held in self._homes.items():
+                self._homes[model] = [nodes for nodes in held if nodes != (node,)]
+                self._serving.pop(model, None)
+            return
+        for model, belief in room.models.items():
+            nodes = self.of(model, node)
+            if nodes:
+                self._serving.pop(model, None)
+                if not any(map(_trace, self._beliefs(model, nodes))):
+                    self._homes[model].remove(nodes)
+            elif belief.known.shards == 1 and _trace(belief):
+                self._serving.pop(model, None)
+                self.add(model, (node,))
+
+    def serving(self, model: str) -> tuple[str, ...]:
+        """The heads of the replicas that take the model's requests."""
+        if model not in self._serving:
+            held = self._homes.get(model, ())
+            self._serving[model] = tuple(nodes[0] for nodes in held if self._serves(model, nodes))
+        return self._serving[model]
+
+    def held(self, model: str) -> bool:
+        """Whether a replica is up or on its way."""
+        return any(self._standing(model, nodes) in (Standing.ACTIVE, Standing.RISING)
+                   for nodes in self._homes.get(model, ()))  # fmt: skip
+
+    def broken(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Replicas that lost a shard, or never got one: what is left of them is of no use."""
+        return [(model, nodes) for model, held in self._homes.items() for nodes in held
+                if len(nodes) > 1 and self._torn(model, nodes)]  # fmt: skip
+
+    def cluster(self, backlog_s: Callable[[str], float], reserve_pages: int) -> Cluster:
+        """All of it, as of now. reserve_pages of each node are not for replicas."""
+        sources = self._sources()
+        replicas = []
+        for model, held in self._homes.items():
+            for nodes in held:
+                standing = self._standing(model, nodes)
+                head = self._rooms[nodes[0]].models[model] if nodes[0] in self._rooms else None
+                replicas.append(Replica(
+                    model=model, devices=nodes, standing=standing, backlog_s=backlog_s(nodes[0]),
+                    running=0 if head is None else head.busy, serves=sources.get((model, nodes[0]), 0),
+                ))  # fmt: skip
+        return Cluster(tuple(self._device(node, reserve_pages) for node in self._rooms), tuple(replicas))
+
+    def _device(self, node: str, reserve_pages: int) -> Device:
+        if node not in self._devices:
+            room = self._rooms[node]
+            copies = tuple(name for name, belief in room.models.items() if belief.copy and belief.order is None)
+            pages = max(0, room.pool_pages - reserve_pages)
+            self._devices[node] = Device(id=node, host=room.host, domain=room.domain, pages=pages, copies=copies)
+        return self._devices[node]
+
+    def _sources(self) -> dict[tuple[str, str], int]:
+        """How many copies are read of a replica now, by model and its head."""
+        found: dict[tuple[str, str], int] = {}
+        for model, held in self._homes.items():
+            for nodes in held:
+                for belief in self._beliefs(model, nodes):
+                    source = belief.order.source if belief.order is not None else None
+                    if source is not None and (feeder := self.of(model, source)):
+                        found[model, feeder[0]] = found.get((model, feeder[0]), 0) + 1
+        return found
+
+    def _beliefs(self, model: str, nodes: tuple[str, ...]) -> list[Belief]:
+        """Of those of the nodes that are still there."""
+        return [self._rooms[node].models[model] for node in nodes if node in self._rooms]
+
+    def _serves(self, model: str, nodes: tuple[str, ...]) -> bool:
+        beliefs = self._beliefs(model, nodes)
+        return len(beliefs) == len(nodes) and all(belief.serving for belief in beliefs)
+
+    def _torn(self, model: str, nodes: tuple[str, ...]) -> bool:
+        beliefs = self._beliefs(model, nodes)
+        return len(beliefs) < len(nodes) or not all(map(_trace, beliefs))
+
+    def _standing(self, model: str, nodes: tuple[str, ...]) -> Standing:
+        beliefs = self._beliefs(model, nodes)
+        if any(belief.sinking for belief in beliefs):
+            return Standing.SINKING
+        if any(belief.draining or belief.falling for belief in beliefs) or self._torn(model, nodes):
+            return Standing.DRAINING
+        return Standing.ACTIVE if all(belief.stage is Stage.ACTIVE for belief in beliefs) else Standing.RISING
+
+
+def _trace(belief: Belief) -> bool:
+    """It is there, on its way, or to be brought up."""
+    return belief.holds_pages or belief.sinking or belief.wanted_s is not None

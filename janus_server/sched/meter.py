@@ -1,0 +1,99 @@
+"""How much traffic each model has, from what is counted twice a second. Pure; `fleet` owns one.
+
+Counts are totals, so that one that is never heard loses nothing. What is told to `scaling` is a mean over some seconds,
+and stays what it was while it only trembles: who compares it with what was told before finds that nothing happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from janus_server.orders import Counts
+from janus_server.sched.scaling import Load
+
+RATE_S: Final = 3.0
+"""What tokens a second are a mean over, as in the published fast path."""
+_LATE_S: Final = 10.0
+# Of a rate: less than this part is no change.
+_TREMBLE: Final = 0.05
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Totals at one time."""
+
+    at_s: float
+    tokens: int
+    ended: int
+    late: int
+
+
+class Gauge(msgspec.Struct, eq=False):
+    """One model's. samples rise in time, told is the rate that was given out last, came_s when a prompt came last."""
+
+    samples: list[Sample]
+    came_s: float
+    input_tokens: int
+    told: float = 0.0
+
+
+class Meter:
+    """Totals in, loads out."""
+
+    def __init__(self, known: Mapping[str, Gauge] | None = None) -> None:
+        """With what another one knew (`memory`), this one goes on."""
+        self._gauges = copy.deepcopy(dict(known or {}))
+
+    def memory(self) -> dict[str, Gauge]:
+        """What it knows now, as a copy."""
+        return copy.deepcopy(self._gauges)
+
+    def counted(self, models: Mapping[str, Counts], now: float) -> None:
+        """Totals of the models of which anything changed. Those that fell are of a leader that began to count anew."""
+        for name, counts in models.items():
+            sample = Sample(now, counts.input_tokens + counts.output_tokens, counts.ended, counts.late)
+            gauge = self._gauges.get(name)
+            if gauge is None or gauge.samples[-1].tokens > sample.tokens or gauge.samples[-1].at_s > now:
+                # What was counted until now came at some time: none of it is known to have come just now.
+                self._gauges[name] = Gauge([sample], now, counts.input_tokens)
+                continue
+            if counts.input_tokens > gauge.input_tokens:
+                gauge.came_s, gauge.input_tokens = now, counts.input_tokens
+            gauge.samples.append(sample)
+            while len(gauge.samples) > 1 and gauge.samples[1].at_s <= now - _LATE_S:
+                del gauge.samples[0]
+
+    def idle_for_s(self, model: str, now: float) -> float:
+        """Since a prompt came last; inf where none was ever counted."""
+        gauge = self._gauges.get(model)
+        return math.inf if gauge is None else max(0.0, now - gauge.came_s)
+
+    def load(self, model: str, backlog_s: float, now: float) -> Load:
+        """What the model has to do. backlog_s: predicted work of its prompts that wait.
+
+        Example: 9,000 tokens until 3 s ago and 12,000 now are 1,000 a second; 1,020 a tick later are still told as
+        1,000.
+        """
+        gauge = self._gauges.get(model)
+        if gauge is None:
+            return Load(model=model, tokens_s=0.0, backlog_s=backlog_s)
+        last = gauge.samples[-1]
+        rate = (last.tokens - _at(gauge, now - RATE_S).tokens) / RATE_S
+        if not rate or abs(rate - gauge.told) > _TREMBLE * gauge.told:
+            gauge.told = rate
+        before = _at(gauge, now - _LATE_S)
+        idle_s = max(0.0, now - gauge.came_s)
+        return Load(model=model, tokens_s=gauge.told, backlog_s=backlog_s, ended=last.ended - before.ended,
+                    late=last.late - before.late, idle_for_s=idle_s)  # fmt: skip
+
+
+def _at(gauge: Gauge, at_s: float) -> Sample:
+    """The totals as they stood then, or the oldest known."""
+    for sample in reversed(gauge.samples):
+        if sample.at_s <= at_s:
+            return sample
+    return gauge.samples[0]

@@ -105,12 +105,16 @@ examples:
   janus bench scaling                           replicas over time when traffic bursts, and what deciding costs
   janus bench memory all                        what one pool of pages for many models is worth
   janus bench oracle                            how well demand and attainment are predicted, and what that costs
+  janus bench simulate --list                   policies on an imaginary cluster, also reached as janus simulate
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
-_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle")
+_BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle",
+                  "simulate")  # fmt: skip
+# Benchmarks that are commands of their own too.
+_WHOLE: Final = {"simulate": "try whole days of an imaginary cluster"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"] and len(arguments) > 1 and not arguments[1].startswith("-"):
         return _guarded(lambda: _bench(arguments[1], arguments[2:]))
+    if arguments and arguments[0] in _WHOLE:
+        return _guarded(lambda: _bench(arguments[0], arguments[1:]))
     parser, commands = _parser()
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -297,6 +303,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "replay": _replay_parser(kinds),
         "doctor": _doctor_parser(kinds),
         "bench": kinds.add_parser("bench", help="measure speed", epilog=_BENCH_EXAMPLES),
+        **{name: kinds.add_parser(name, help=what) for name, what in _WHOLE.items()},
         "version": kinds.add_parser("version", help="print the version"),
     }
     commands["bench"].add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(_BENCHES)}")

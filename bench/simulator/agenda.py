@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .cluster import Node
 
 
+# A device that was just asked is not asked again before this has passed: one that never ends would stop the clock.
+_LEAST_S = 1e-6
+
+
 class Agenda:
     """now is the moment that is being lived through."""
 
@@ -43,11 +47,14 @@ class Agenda:
 class Pulse:
     """Lets devices go on: up to now before anything about them changes, and when something will have happened.
 
-    emitted(node, emits) is told what they did.
+    emitted(node, emits) is told what they did. changed are the nodes of which anything may have changed since somebody
+    took them from there, worked those that did any work.
     """
 
     def __init__(self, agenda: Agenda, emitted: Callable[[Node, Sequence[Emit]], None]) -> None:
         self._agenda, self._emitted = agenda, emitted
+        self.changed: dict[Node, None] = {}
+        self.worked: dict[Node, None] = {}
 
     def up(self, node: Node, model: str) -> None:
         self._advance(node)
@@ -75,13 +82,15 @@ class Pulse:
         self._await(node)
 
     def _advance(self, node: Node) -> None:
-        node.changed = True
+        self.changed[node] = self.worked[node] = None
         emits = node.device.advance(self._agenda.now)
         if emits:
             self._emitted(node, emits)
 
-    def _await(self, node: Node) -> None:
+    def _await(self, node: Node, least_s: float = 0.0) -> None:
         due_s = node.device.next_s(self._agenda.now)
+        if due_s is not None and due_s < least_s:
+            due_s = least_s
         if due_s != node.due_s:
             node.due_s = due_s
             if due_s is not None:
@@ -92,4 +101,4 @@ class Pulse:
         if node.alive and node.due_s == due_s:  # otherwise it was put off, or brought forward
             node.due_s = None
             self._advance(node)
-            self._await(node)
+            self._await(node, self._agenda.now + _LEAST_S)

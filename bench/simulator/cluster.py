@@ -1,7 +1,7 @@
 """Where models stand on the imaginary nodes: weights in pages, host copies, replicas of one shard or several.
 
-`carrying` changes it as it obeys orders, `serving` asks it who takes requests. It keeps the ledger: a policy that spends
-pages or host memory twice meets a `Bug` that names its order. It knows no time but what it is told.
+`carrying` changes it as it obeys orders, `serving` asks it who takes requests. It keeps the ledger: a policy that
+spends pages or host memory twice meets a `Bug` that names its order. It knows no time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .records import Device, ModelSpec, NodeSpec
 class Replica:
     """One copy of a model that can answer: a shard on each of its nodes, all batching done by the head's device.
 
-    up: the device was told that it takes requests. open: it takes them (it is up, and is not being drained).
+    up: the device was told that it takes requests. open: it takes them (it is up, and is not being drained). told_busy:
+    the nodes of its other shards have reported that it has requests.
     """
 
-    __slots__ = ("head", "model", "nodes", "open", "up")
+    __slots__ = ("head", "model", "nodes", "open", "told_busy", "up")
 
     def __init__(self, model: str, nodes: tuple[Node, ...]) -> None:
         self.model, self.nodes, self.head = model, nodes, nodes[0]
-        self.up = self.open = False
+        self.up = self.open = self.told_busy = False
 
 
 class Held:
@@ -49,10 +50,11 @@ class Held:
 
 class Node:
     """running are the calls that its device has begun and not ended, by model. due_s: when its device is to be asked
-    next; changed: something happened since its policy was told."""
+    next. said: how busy its models were at its last report, used_s: what its device had spent on each when that was
+    taken last."""
 
     __slots__ = (
-        "alive", "changed", "copies_bytes", "device", "due_s", "failing_until_s", "held", "held_pages", "running",
+        "alive", "copies_bytes", "device", "due_s", "failing_until_s", "held", "held_pages", "running", "said",
         "spec", "used_s",
     )  # fmt: skip
 
@@ -61,8 +63,9 @@ class Node:
         self.held: dict[str, Held] = {}
         self.running: dict[str, int] = {}
         self.used_s: dict[str, float] = {}
+        self.said: dict[str, tuple[int, int, float]] = {}
         self.held_pages = self.copies_bytes = 0
-        self.alive, self.changed = True, False
+        self.alive = True
         self.due_s: float | None = None
         self.failing_until_s = 0.0
 
@@ -78,8 +81,8 @@ class Node:
 
 
 class Cluster:
-    """All nodes. opened(model, by) is called when by more replicas of a model take requests (or fewer), lost(node, calls)
-    with what a device had begun and lost, stage(node, model, stage) when one changes."""
+    """All nodes. opened(model, by) is called when by more replicas of a model take requests (or fewer), lost(node,
+    calls) with what a device had begun and lost, stage(node, model, stage) when one changes."""
 
     def __init__(
         self,
@@ -141,6 +144,19 @@ class Cluster:
             held.copy = False
             node.copies_bytes -= self.models[model].known.host_bytes
 
+    def check_ledger(self) -> None:
+        """A `Bug` where what is written down is not what stages and orders say."""
+        for name, node in self.nodes.items():
+            pages = copies = 0
+            for model, held in node.held.items():
+                known = self.models[model].known
+                up = held.stage is Stage.ACTIVE or (held.order is not None and held.order.verb.raises)
+                require(held.pages == (known.weight_pages + known.floor_pages if up else 0), f"{model} on {name}: pages")
+                require(held.readers >= 0, f"{model} on {name} is read by {held.readers}")
+                pages, copies = pages + held.pages, copies + known.host_bytes * held.copy
+            require((pages, copies) == (node.held_pages, node.copies_bytes), f"{name}: its sums are wrong")
+            require((name in self._holding) == (pages > 0), f"{name} is counted among those in use wrongly")
+
     def _note_holding(self, node: Node) -> None:
         name, before = node.spec.name, len(self._holding)
         if node.held_pages:
@@ -185,7 +201,10 @@ class Cluster:
         if replica is None:
             return
         parts = [node.of(replica.model) for node in replica.nodes]
-        up = all(node.alive and part.replica is replica and part.stays for part, node in zip(parts, replica.nodes, strict=True))
+        up = all(
+            node.alive and part.replica is replica and part.stays
+            for part, node in zip(parts, replica.nodes, strict=True)
+        )
         is_open = up and not any(part.draining for part in parts)
         came, replica.up = up != replica.up, up
         if came and up:
@@ -197,3 +216,20 @@ class Cluster:
             calls = self._pulse.down(replica.head, replica.model)
             if calls:
                 self._lost(replica.head, calls)
+
+    # Faults
+
+    def die(self, node: Node) -> None:
+        """A node is gone with all that is on it, and every replica that has a shard there with its requests."""
+        node.alive = False
+        for name, held in node.held.items():
+            held.order = None
+            held.copy = False
+            self.free_pages(node, held)
+            self.put(node, name, Stage.COLD)
+        node.copies_bytes = 0
+
+    def join(self, spec: NodeSpec) -> Node:
+        """It is there again, with nothing on it."""
+        node = self.nodes[spec.name] = Node(spec, self._device(spec))
+        return node

@@ -75,13 +75,11 @@ class Brain:
             if self._still_due(due_s, node):
                 touched.setdefault(node)
         self._plan(touched, event, now, actions)
-        led = dict.fromkeys(self._fleet.decide(now, actions))
-        for model in self._fleet.homeless():
-            best = self._best(self._with(model), model)
-            best.want(model, now)
-            self._fleet.adopt(model, best.node)
-            led.setdefault(best.node)
-        self._plan(led, event, now, actions)
+        if self._fleet.due(now):
+            led = dict.fromkeys(self._fleet.decide(now, actions))
+            for model in self._fleet.homeless(now):
+                led.update(dict.fromkeys(self._make_room(model, now)))
+            self._plan(led, event, now, actions)
         # Who is served elsewhere does not care that it cannot be had here.
         actions = [a for a in actions if not (isinstance(a, Refuse) and self._fleet.footing.held(a.model))]
         self._dispatch(event, now, actions)
@@ -215,21 +213,20 @@ class Brain:
             return ()
         if self._fleet.leads:
             self._fleet.call(model, now)
-        else:
-            best = self._best(rooms, model)
-            best.want(model, now)
-            return (best.node,)
-        return ()
+            return ()
+        return self._make_room(model, now)
 
-    def _best(self, rooms: Iterable[Room], model: str) -> Room:
-        """Where a model is brought up with the least ado: it is there or on its way, there is room, it is quick."""
-
-        def ado(room: Room) -> tuple[bool, bool, float, int, str]:
-            belief = room.models[model]
-            missing = room.missing_pages(model)
-            return (not belief.holds_pages, missing > 0, belief.reload_s, missing, room.node)
-
-        return min(rooms, key=ado)
+    def _make_room(self, model: str, now: float) -> tuple[str, ...]:
+        """Have the model where that takes the least ado; the nodes make room for it as soon as they may."""
+        best = sorted(self._with(model), key=lambda room: _ado(room, model))
+        shards = best[0].models[model].known.shards
+        if len(best) < shards:
+            return ()
+        nodes = tuple(sorted(room.node for room in best[:shards]))
+        self._fleet.adopt(model, nodes)
+        for room in best[:shards]:
+            room.want(model, now)
+        return nodes
 
     def _ask(self, event: Asked, now: float) -> Answer:
         """An operator's wish, put to the nodes that it concerns; refused where one of them refuses it."""
@@ -238,13 +235,13 @@ class Brain:
         if not rooms:
             return Answer(model, False, f"there is no node {event.node} that has {model}")
         if wish.goal is Stage.ACTIVE:
-            rooms = [self._best(rooms, model)]
+            rooms = [min(rooms, key=lambda room: _ado(room, model))]
         elif wish.goal is not None:
             rooms = [room for room in rooms if room.models[model].heading is not Stage.COLD] or rooms[:1]
         answers = [room.ask(model, wish, event.source, now) for room in rooms]
         if self._fleet.leads and answers[0].accepted and wish.goal is not None:
             if wish.goal is Stage.ACTIVE:
-                self._fleet.adopt(model, rooms[0].node)
+                self._fleet.adopt(model, (rooms[0].node,))
             elif event.node is None:
                 self._fleet.sleep(model)
         return next((answer for answer in answers if not answer.accepted), answers[0])
@@ -279,6 +276,8 @@ class Brain:
         nodes: dict[str, list[str]] = {}
         for ticket, node in self._dispatcher.begin(now, self._fleet.footing.serving):
             nodes.setdefault(node, []).append(ticket.id)
+            for shard in self._fleet.footing.of(ticket.model, node):
+                self._rooms[shard].begun(ticket.model)
         for node, requests in nodes.items():
             left, ahead_s = len(self._dispatcher), self._dispatcher.backlog_s(node, now)
             why = f"{node}: {len(requests)} begin, {left} wait; {ahead_s:.2f} s of prompts lie before it"
@@ -290,3 +289,9 @@ class Brain:
         if verb.ends:
             self._open[self._orders] = node
         return Order(self.term, self._orders, node, model, verb, why, source, nodes if len(nodes) > 1 else ())
+
+
+def _ado(room: Room, model: str) -> tuple[bool, bool, float, int, str]:
+    """What it takes to have a model on a node: it is there or on its way, there is room, it is quick."""
+    belief, missing = room.models[model], room.missing_pages(model)
+    return (not belief.holds_pages, missing > 0, belief.reload_s, missing, room.node)

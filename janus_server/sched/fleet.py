@@ -50,32 +50,39 @@ class Fleet:
         """With what another one knew (`memory`), this one goes on."""
         self._settings, self._rooms, self._foresight = settings, rooms, foresight
         self._backlog_s, self._waiting_s = backlog_s, waiting_s
+        self._waiting: Mapping[str, float] = {}
         self.footing = Footing(rooms, known.homes)
         self._scaler = Scaler(settings.scaling, settings.table, known.scaler)
         self._meter = Meter(known.gauges)
-        self._pools, self._seats, self._placement, self._short = known.pools, known.seats, known.placement, known.short
+        self._pools, self._seats, self._placement = known.pools, known.seats, known.placement
+        self._refused = known.refused
         self._called, self._asleep, self._noted = dict(known.called), set(known.asleep), dict(known.noted)
+        self._lacking = dict(known.lacking)
         self._since_s, self._fast_s, self._slow_s = known.since_s, known.fast_s, known.slow_s
-        self._moving = known.moving
         self._models: dict[str, Model] = {}
         self._reserve_pages = 0
         self._elastic: tuple[Device, ...] = ()
-        self._homeless: list[str] = []
         self.joined()
+        self._moving = known.moving
+        self._cluster(0.0)
 
     def memory(self) -> FleetMemory:
         """What it knows now, as a copy."""
         return FleetMemory(
             homes=self.footing.homes(), pools=self._pools, seats=self._seats, placement=self._placement,
-            short=self._short, scaler=self._scaler.memory(), gauges=self._meter.memory(), called=dict(self._called),
-            asleep=tuple(sorted(self._asleep)), noted=dict(self._noted), since_s=self._since_s, fast_s=self._fast_s,
-            slow_s=self._slow_s, moving=self._moving,
+            refused=self._refused, scaler=self._scaler.memory(), gauges=self._meter.memory(),
+            called=dict(self._called), lacking=dict(self._lacking), asleep=tuple(sorted(self._asleep)),
+            noted=dict(self._noted), since_s=self._since_s, fast_s=self._fast_s, slow_s=self._slow_s,
+            moving=self._moving,
         )  # fmt: skip
 
     @property
     def leads(self) -> bool:
         """There is something to choose."""
         return len(self._rooms) > 1
+
+    def due(self, now: float) -> bool:
+        return self.leads and now >= min(self._fast_s, self._slow_s)
 
     def next_wake(self) -> float | None:
         return min(self._fast_s, self._slow_s) if self.leads else None
@@ -108,32 +115,31 @@ class Fleet:
         self._called[model] = now
         self._fast_s = self._slow_s = min(self._fast_s, now)
 
-    def homeless(self) -> list[str]:
-        """Models that somebody waits for and that the last look found no room for; once."""
-        found, self._homeless = self._homeless, []
-        return found
+    def homeless(self, now: float) -> list[str]:
+        """Models that requests wait for and that found no place: for a fast period no replica was up or on its way."""
+        lacking = [name for name in self._waiting if name in self._models and not self.footing.held(name)]
+        self._lacking = {name: self._lacking.get(name, now) for name in lacking}
+        return [name for name, since_s in self._lacking.items() if now - since_s >= self._settings.fast_s]
 
     def sleep(self, model: str) -> None:
         """An operator put it to sleep: it is left alone until somebody calls it."""
         self._asleep.add(model)
         self._seats = tuple(seat for seat in self._seats if seat.model != model)
 
-    def adopt(self, model: str, node: str) -> None:
-        """It is up there, or will be, for a reason of its own."""
-        if self._models[model].shards == 1 and not any(
-            seat.model == model and node in seat.devices for seat in self._seats
-        ):
-            self._seats = (*self._seats, Replica(model=model, devices=(node,)))
+    def adopt(self, model: str, nodes: tuple[str, ...]) -> None:
+        """A replica is up there, or will be, for a reason of its own."""
+        there = any(seat.model == model and seat.devices == nodes for seat in self._seats)
+        if self._models[model].shards == len(nodes) and self.footing.add(model, nodes) and not there:
+            self._seats = (*self._seats, Replica(model=model, devices=nodes))
 
     # Deciding
 
     def decide(self, now: float, actions: list[Action]) -> list[str]:
         """What is due now. Rooms are told; their names come back, and sentences are appended."""
-        if not self.leads or now < min(self._fast_s, self._slow_s):
-            return []
         if self._since_s is None:
             self._since_s = now
         notes: list[Note] = []
+        self._waiting = self._waiting_s()
         if now >= self._slow_s:
             self._slow(self._cluster(now), now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
@@ -154,8 +160,8 @@ class Fleet:
         changes = [*self._roll(cluster, notes), *self._step(cluster, now, notes)]
         for change in changes:
             touched += self._tell(change, cluster, now)
-        for model, nodes in self.footing.broken():
-            touched += self._lower(model, nodes, f"{model}@{'+'.join(nodes)} lost a shard: the rest is of no use")
+        for model, node in self.footing.rests():
+            touched += self._lower(model, (node,), f"{model}@{node} is of no use: its replica lost a shard")
         # Whatever is on its way or going needs another look, though nothing may happen in between.
         self._moving = bool(changes) or any(r.standing is not Standing.ACTIVE for r in cluster.replicas)
         return touched
@@ -174,10 +180,11 @@ class Fleet:
 
     def _awake(self, now: float) -> list[str]:
         """The models that are to be up somewhere: who is left alone for as long as it may be is not."""
-        return [name for name, model in self._models.items() if name not in self._asleep and not self._idle(model, now)]
+        models = sorted(self._models.items())
+        return [name for name, model in models if name not in self._asleep and not self._idle(model, now)]
 
     def _idle(self, model: Model, now: float) -> bool:
-        if model.idle_s is None:
+        if model.idle_s is None or model.model in self._waiting:
             return False
         called_s = self._called.get(model.model, self._since_s if self._since_s is not None else now)
         return min(self._meter.idle_for_s(model.model, now), now - called_s) >= model.idle_s
@@ -242,14 +249,11 @@ class Fleet:
             if move.kind is not Kind.DROP:
                 actions.append(Decided(move.model, f"{move.model} to {move.target}: {move.why}"))
         notes += [Note(refusal.model, refusal.why) for refusal in decision.refusals]
-        self._homeless = [
-            r.model for r in decision.refusals
-            if r.reason is Reason.NO_ROOM and wanted[r.model] == 1 and r.model in self._called
-            and not self.footing.held(r.model)
-        ]  # fmt: skip
-        self._short = sum(wanted[r.model] for r in decision.refusals if r.reason is Reason.NO_ROOM)
+        self._refused = tuple(r.model for r in decision.refusals if r.reason is Reason.NO_ROOM)
         found = decision.placement.homes
-        self._seats = tuple(Replica(model=model, devices=found[model]) for model in sorted(found))
+        # Who is up without having room by what it may take stays where it is, as long as its pages are to be had.
+        found.update({r.model: homes[r.model] for r in decision.refusals if r.model in homes})
+        self._seats = tuple(Replica(model=model, devices=tuple(sorted(found[model]))) for model in sorted(found))
 
     def _homes(self, wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:
         """Where each model that has so many shards lies: on its seat if it is there or nowhere, else where it is."""
@@ -267,11 +271,11 @@ class Fleet:
 
     def _scale(self, now: float, actions: list[Action], notes: list[Note]) -> bool:
         """How many replicas the elastic models are to have; whether that changed."""
-        waiting = self._waiting_s()
         elastic = [name for name in self._pools.of(Pool.ELASTIC) if name in self._models and name not in self._asleep]
-        loads = [self._meter.load(name, waiting.get(name, 0.0), now) for name in elastic]
+        loads = [self._meter.load(name, self._waiting.get(name, 0.0), now) for name in elastic]
         rates = {load.model: load.tokens_s for load in loads}
-        devices = self._elastic[: max(0, len(self._elastic) - self._short)] if self._short else self._elastic
+        short = sum(self._models[name].shards for name in self._refused)
+        devices = self._elastic[: max(0, len(self._elastic) - short)] if short else self._elastic
         targets, said = self._scaler.decide(
             loads, self._models, devices, lambda questions: self._foresight.expect(questions, rates), now
         )
@@ -282,8 +286,7 @@ class Fleet:
     def _roll(self, cluster: Cluster, notes: list[Note]) -> tuple[Change, ...]:
         """One step of the elastic pool."""
         inside = {device.id for device in self._elastic}
-        elastic = set(self._pools.of(Pool.ELASTIC))
-        here = tuple(r for r in cluster.replicas if r.model in elastic and inside.issuperset(r.devices))
+        here = tuple(r for r in cluster.replicas if inside.issuperset(r.devices))
         rolled = roll(Cluster(self._elastic, here), self._models, self._scaler.targets,
                       rules=RolloutRules(links=self._settings.links))  # fmt: skip
         notes += rolled.notes
@@ -321,16 +324,18 @@ class Fleet:
         if change.verb not in _UP:
             return ()
         sources = self._sources(change, cluster)
-        self.footing.add(change.model, change.devices)
+        if not self.footing.add(change.model, change.devices):
+            return ()  # what is left of another one there goes first
         for node, source in zip(change.devices, sources, strict=True):
             self._rooms[node].bring(change.model, source, change.why, now)
         return change.devices
 
     def _lower(self, model: str, nodes: Sequence[str], why: str) -> list[str]:
-        there = [node for node in nodes if node in self._rooms]
+        """The head first: what it runs takes all shards."""
+        there = nodes[:1] if self._rooms[nodes[0]].models[model].busy else nodes
         for node in there:
             self._rooms[node].lower(model, why)
-        return there
+        return list(there)
 
     def _sources(self, change: Change, cluster: Cluster) -> Sequence[str | None]:
         """Of which node each shard is copied; None where it comes from the host or a checkpoint."""

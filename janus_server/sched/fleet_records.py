@@ -37,19 +37,20 @@ class FleetMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a `Fleet` knows at one moment.
 
     homes are the nodes of each replica, seats what the steady pool is to be, placement what the last packing said,
-    short how many devices it lacked. called: when requests came last for a model that nobody had, or an operator wished
-    it up; asleep: models that an operator put to sleep and nobody has called since. noted: what was said last of each
-    subject that nothing could be done about.
+    refused which models it found no room for. called: when requests came last for a model that nobody had; lacking:
+    since when requests wait for one that no replica is on its way of; asleep: models that an operator put to sleep and
+    nobody has called since. noted: what was said last of each subject that nothing could be done about.
     """
 
     homes: dict[str, tuple[tuple[str, ...], ...]] = {}
     pools: Pools = Pools()
     seats: tuple[Replica, ...] = ()
     placement: Placement = Placement()
-    short: int = 0
+    refused: tuple[str, ...] = ()
     scaler: ScalerMemory = ScalerMemory()
     gauges: dict[str, Gauge] = {}
     called: dict[str, float] = {}
+    lacking: dict[str, float] = {}
     asleep: tuple[str, ...] = ()
     noted: dict[str, str] = {}
     since_s: float | None = None

@@ -14,7 +14,7 @@ from janus_server.sched.room import Room
 from janus_server.sched.state import Belief
 
 Homes = dict[str, list[tuple[str, ...]]]
-"""The nodes of each replica of each model, its head first."""
+"""The nodes of each replica of each model, by name; the first is its head."""
 
 
 class Footing:
@@ -30,11 +30,14 @@ class Footing:
         """As a copy, for the memory of whoever asks."""
         return {model: tuple(held) for model, held in self._homes.items() if held}
 
-    def add(self, model: str, nodes: tuple[str, ...]) -> None:
-        """A replica is to be brought up there."""
+    def add(self, model: str, nodes: tuple[str, ...]) -> bool:
+        """A replica is to be brought up there; False where one of the nodes is a part of another one of the model."""
         held = self._homes.setdefault(model, [])
+        if nodes not in held and any(node in other for other in held for node in nodes):
+            return False
         if nodes not in held:
             held.append(nodes)
+        return True
 
     def of(self, model: str, node: str) -> tuple[str, ...]:
         """The replica that the node is a part of; () where it is of none."""
@@ -44,19 +47,22 @@ class Footing:
         """What a room believes may have changed, or it is gone: replicas appear, and those without a trace go."""
         self._devices.pop(node, None)
         room = self._rooms.get(node)
-        if room is None:
-            for model, held in self._homes.items():
-                self._homes[model] = [nodes for nodes in held if nodes != (node,)]
-                self._serving.pop(model, None)
-            return
-        for model, belief in room.models.items():
+        for model in list(self._homes) if room is None else room.models:
             nodes = self.of(model, node)
             if nodes:
                 self._serving.pop(model, None)
-                if not any(map(_trace, self._beliefs(model, nodes))):
-                    self._homes[model].remove(nodes)
-            elif belief.known.shards == 1 and _trace(belief):
+                if room is None or not _trace(room.models[model]):
+                    self._split(model, nodes, node)
+            elif room is not None and _trace(room.models[model]):
                 self._serving.pop(model, None)
+                self.add(model, (node,))
+
+    def _split(self, model: str, nodes: tuple[str, ...], gone: str) -> None:
+        """A shard is gone: what is left of its replica is of no use, and each on its own."""
+        self._homes[model].remove(nodes)
+        for node in nodes:
+            room = self._rooms.get(node)
+            if node != gone and room is not None and _trace(room.models[model]):
                 self.add(model, (node,))
 
     def serving(self, model: str) -> tuple[str, ...]:
@@ -67,26 +73,27 @@ class Footing:
         return self._serving[model]
 
     def held(self, model: str) -> bool:
-        """Whether a replica is up or on its way."""
-        return any(self._standing(model, nodes) in (Standing.ACTIVE, Standing.RISING)
-                   for nodes in self._homes.get(model, ()))  # fmt: skip
+        """Whether a replica is up or on its way; of several shards, whether there is anything left of one."""
+        live = (Standing.ACTIVE, Standing.RISING)
+        held = self._homes.get(model, ())
+        return any(len(nodes) > 1 or self._torn(model, nodes) or self._standing(model, nodes) in live for nodes in held)
 
-    def broken(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Replicas that lost a shard, or never got one: what is left of them is of no use."""
-        return [(model, nodes) for model, held in self._homes.items() for nodes in held
-                if len(nodes) > 1 and self._torn(model, nodes)]  # fmt: skip
+    def rests(self) -> list[tuple[str, str]]:
+        """Shards, by model and node, whose replica lost another one."""
+        return [(model, nodes[0]) for model, held in sorted(self._homes.items()) for nodes in held
+                if self._torn(model, nodes)]  # fmt: skip
 
     def cluster(self, backlog_s: Callable[[str], float], reserve_pages: int) -> Cluster:
         """All of it, as of now. reserve_pages of each node are not for replicas."""
         sources = self._sources()
         replicas = []
-        for model, held in self._homes.items():
+        for model, held in sorted(self._homes.items()):
             for nodes in held:
                 standing = self._standing(model, nodes)
-                head = self._rooms[nodes[0]].models[model] if nodes[0] in self._rooms else None
+                head = self._rooms[nodes[0]].models[model]
                 replicas.append(Replica(
                     model=model, devices=nodes, standing=standing, backlog_s=backlog_s(nodes[0]),
-                    running=0 if head is None else head.busy, serves=sources.get((model, nodes[0]), 0),
+                    running=head.busy, serves=sources.get((model, nodes[0]), 0),
                 ))  # fmt: skip
         return Cluster(tuple(self._device(node, reserve_pages) for node in self._rooms), tuple(replicas))
 
@@ -110,22 +117,19 @@ class Footing:
         return found
 
     def _beliefs(self, model: str, nodes: tuple[str, ...]) -> list[Belief]:
-        """Of those of the nodes that are still there."""
-        return [self._rooms[node].models[model] for node in nodes if node in self._rooms]
+        return [self._rooms[node].models[model] for node in nodes]
 
     def _serves(self, model: str, nodes: tuple[str, ...]) -> bool:
-        beliefs = self._beliefs(model, nodes)
-        return len(beliefs) == len(nodes) and all(belief.serving for belief in beliefs)
+        return not self._torn(model, nodes) and all(belief.serving for belief in self._beliefs(model, nodes))
 
     def _torn(self, model: str, nodes: tuple[str, ...]) -> bool:
-        beliefs = self._beliefs(model, nodes)
-        return len(beliefs) < len(nodes) or not all(map(_trace, beliefs))
+        return len(nodes) < self._rooms[nodes[0]].models[model].known.shards
 
     def _standing(self, model: str, nodes: tuple[str, ...]) -> Standing:
         beliefs = self._beliefs(model, nodes)
-        if any(belief.sinking for belief in beliefs):
+        if any(belief.sinking for belief in beliefs) or self._torn(model, nodes):
             return Standing.SINKING
-        if any(belief.draining or belief.falling for belief in beliefs) or self._torn(model, nodes):
+        if any(belief.draining or belief.falling for belief in beliefs):
             return Standing.DRAINING
         return Standing.ACTIVE if all(belief.stage is Stage.ACTIVE for belief in beliefs) else Standing.RISING
 

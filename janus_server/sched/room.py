@@ -130,6 +130,10 @@ class Room:
                 belief.idle_since_s = now - max(0.0, busy.idle_for_s)
         return news
 
+    def begun(self, model: str) -> None:
+        """One more request was handed to the model: it is busy, whatever a report says that is older."""
+        self.models[model].busy += 1
+
     def observed(self, models: Mapping[str, Observation], now: float) -> None:
         """Which models had how many requests in a period, wherever they ran."""
         for name, seen in models.items():

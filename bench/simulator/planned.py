@@ -1,0 +1,156 @@
+"""A front desk where requests wait for a device rather than queue in its engine, and are planned over several devices.
+
+Rules of dispatch are compared with it on a fixed placement. A device is handed prompts while less than 0.2 s of them
+lies before it, as the leader does it; what it was handed runs in that order. `arbiter` shares its `Backlogs`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Final
+
+import msgspec
+
+from janus_server.orders import Action, Dispatch, Ticket, Traffic
+from janus_server.sched.backlog import Backlog
+from janus_server.sched.jobs import Job, Machine, Planner, extended
+from janus_server.sched.sequence import UNPROMISED_TTFT_S
+
+from .frontdesk import Given, Line, Lines
+from .replicas import Phase, Replica
+from .yard import Yard
+
+AHEAD_S: Final = 0.2
+# Of those that wait, one plan looks at so many: those due first.
+MOST_JOBS: Final = 256
+
+
+class Backlogs:
+    """The prompts that each device was handed, and when to look at which again."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[str, Backlog] = {}
+        self._due: list[tuple[float, str]] = []
+        self._due_of: dict[str, float] = {}
+
+    def of(self, node: str) -> Backlog:
+        backlog = self.by_node.get(node)
+        if backlog is None:
+            backlog = self.by_node[node] = Backlog()
+        return backlog
+
+    def free(self, node: str, now: float) -> bool:
+        return self.of(node).start_s(now) <= now + AHEAD_S
+
+    def computed(self, given: Given, request: str, now: float) -> str:
+        node = given.replica.nodes[0]
+        self.of(node).finished(request, now)
+        return node
+
+    def look_again(self, node: str, what: str, now: float) -> None:
+        """Something waits for the device: it is to be looked at when it should be nearly free."""
+        due_s = max(self.of(node).start_s(now) - AHEAD_S, now + AHEAD_S)
+        if due_s < self._due_of.get(what, math.inf):
+            self._due_of[what] = due_s
+            heapq.heappush(self._due, (due_s, what))
+
+    def due_s(self) -> float:
+        while self._due and self._due_of.get(self._due[0][1]) != self._due[0][0]:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else math.inf
+
+    def due(self, now: float) -> list[str]:
+        """What is to be looked at now, once."""
+        found = []
+        while self.due_s() <= now:
+            _, what = heapq.heappop(self._due)
+            del self._due_of[what]
+            found.append(what)
+        return found
+
+
+class PlannedDesk:
+    """One queue a model, and a plan over the replicas that serve it (`planner`), made anew when anything happened.
+
+    extend: what is late already is planned with a longer promise, as the leader and the published algorithm do it.
+    """
+
+    def __init__(self, yard: Yard, planner: Planner, *, extend: bool) -> None:
+        self._yard, self._planner, self._extend = yard, planner, extend
+        self._lines, self._backlogs = Lines(), Backlogs()
+        self._touched: dict[str, None] = {}
+
+    def line(self, model: str) -> Line:
+        return self._lines.of(model)
+
+    def hear(self, event: Traffic, now: float) -> None:
+        for ticket in event.arrived:
+            if self._lines.add(ticket):
+                self._touched[ticket.model] = None
+        for request in event.started:
+            self._computed(request, now)
+        for request in event.left:
+            if self._lines.leave(request) is None:
+                self._computed(request, now)
+
+    def _computed(self, request: str, now: float) -> None:
+        given = self._lines.computed(request)
+        if given is not None:
+            self._backlogs.computed(given, request, now)
+            self._touched[given.ticket.model] = None
+
+    def changed(self, model: str) -> None:
+        self._touched[model] = None
+        for request, given in list(self._lines.given.items()):
+            if given.ticket.model == model and given.replica.phase is Phase.SINKING:
+                del self._lines.given[request]
+                self._backlogs.of(given.replica.nodes[0]).work_s.pop(request, None)
+
+    def moved(self, replica: Replica) -> None:
+        pass
+
+    def dropped(self, model: str) -> None:
+        self._lines.drop(model)
+
+    def due_s(self, now: float) -> float:
+        return self._backlogs.due_s()
+
+    def hand_over(self, now: float, actions: list[Action]) -> None:
+        for model in self._backlogs.due(now):
+            self._touched[model] = None
+        touched, self._touched = self._touched, {}
+        for model in touched:
+            waiting = self._lines.of(model).tickets
+            serving = {replica.nodes[0]: replica for replica in self._yard.serving(model)}
+            begun: dict[str, list[str]] = {}
+            while waiting and any(self._backlogs.free(node, now) for node in serving):
+                picks = self._picks(list(waiting.values()), list(serving), now)
+                for request, node in picks:
+                    ticket = self._lines.give(request, serving[node], now)
+                    self._backlogs.of(node).given(request, ticket.work_s, now)
+                    begun.setdefault(node, []).append(request)
+                if not picks:
+                    break
+            for node, requests in begun.items():
+                why = f"{node}: {len(requests)} begin, {len(waiting)} wait for {model}"
+                actions.append(Dispatch(node, tuple(requests), why))
+            if waiting:
+                for node in serving:
+                    self._backlogs.look_again(node, model, now)
+
+    def _picks(self, tickets: list[Ticket], nodes: list[str], now: float) -> list[tuple[str, str]]:
+        """Requests to begin now, and where."""
+        machines = [Machine(node, self._backlogs.of(node).start_s(now)) for node in nodes]
+        jobs = [job_of(ticket, now, self._extend) for ticket in tickets]
+        if len(jobs) > MOST_JOBS:
+            jobs = heapq.nsmallest(MOST_JOBS, jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
+        return [(pick.job.id, pick.machine) for pick in self._planner(jobs, machines).ready(now, AHEAD_S)]
+
+
+def job_of(ticket: Ticket, now: float, extend: bool) -> Job:
+    promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
+    job = Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
+    if not extend:
+        return job
+    return extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)

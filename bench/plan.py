@@ -1,4 +1,4 @@
-"""How many devices a load takes, by simulation: the fewest that keep enough promises, and the model that needs the last.
+"""How many devices a load takes, by simulation: the fewest that keep enough promises, and who needs the last one.
 
     janus plan --scenario day62 --target 0.97                  all requests of a day of 62 applications
     janus plan --scenario day62 --judge hour --policy prism    in every single hour, led by an imitation of Prism
@@ -65,9 +65,8 @@ def _attempt(asked: Sequence[Scenario], options: argparse.Namespace, nodes: int)
     began_s = time.perf_counter()
     trials = []
     for whole in asked:
-        some = msgspec.structs.replace(whole, nodes=whole.nodes[:nodes])
         try:
-            trials.append(_one(some, options))
+            trials.append(_one(_with(whole, nodes), options))
         except BadConfig as error:
             return _said(Trial(nodes, 0.0, {}, why=str(error)), began_s)
         if trials[-1].attainment < options.target:
@@ -75,8 +74,15 @@ def _attempt(asked: Sequence[Scenario], options: argparse.Namespace, nodes: int)
     return _said(worst(trials), began_s)
 
 
+def _with(whole: Scenario, nodes: int) -> Scenario:
+    """The first of its nodes, and what their hosts keep."""
+    kept = whole.nodes[:nodes]
+    copies = {node.name: whole.copies[node.name] for node in kept if node.name in whole.copies}
+    return msgspec.structs.replace(whole, nodes=kept, copies=copies)
+
+
 def _one(some: Scenario, options: argparse.Namespace) -> Trial:
-    record, bar = Record(some), Bar(f"{len(some.nodes)} devices", some.duration_s)
+    record, bar = Record(some, options.since), Bar(f"{len(some.nodes)} devices", some.duration_s)
     rules = Rules(one_prompt_at_a_time=options.one_prompt)
     try:
         make = functools.partial(policies.make, options.policy, some)
@@ -116,13 +122,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scenario", default="smoke", metavar="FILE|NAME", help="as janus simulate --list names them")
     parser.add_argument("--policy", default="janus", metavar="NAME")
     parser.add_argument("--target", type=float, default=0.95, metavar="SHARE", help="of promises to keep (0.95)")
-    parser.add_argument("--judge", choices=[judge.value for judge in Judge], default=Judge.OVERALL.value,
-                        help="the share of all requests, of the worst hour's, or of the worst application's")  # fmt: skip
+    parser.add_argument("--judge", choices=[judge.value for judge in Judge], default="overall",
+                        help="of all requests, of the worst hour's, or of the worst application's")  # fmt: skip
     parser.add_argument("--fidelity", choices=devices.FIDELITIES, default="fluid")
     parser.add_argument("--first", type=int, default=1, metavar="N", help="devices to begin with")
     parser.add_argument("--most", type=int, default=1024, metavar="N", help="devices to end with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many, from --seed on: the worst counts")
+    parser.add_argument("--since", type=float, default=0.0, metavar="S", help="count requests from this second on")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--one-prompt", action="store_true", help="no two prompts in one step of a device")
     parser.add_argument("--json", type=Path, metavar="FILE")

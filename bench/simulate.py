@@ -62,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(asked: Scenario, name: str, options: argparse.Namespace, rules: Rules) -> Record | None:
     """None where the policy broke its contract; the sentence is printed."""
-    record, bar = Record(asked), Bar(name, asked.duration_s)
+    record, bar = Record(asked, options.since), Bar(name, asked.duration_s)
     fit = _fit if options.fit else None
     try:
         done = run(
-            asked, functools.partial(policies.make, name, asked), device_of(asked, options.fidelity, rules), record,
-            rules, fit=fit, watch=None if options.quiet else bar,
+            asked, record.follow(functools.partial(policies.make, name, asked)),
+            device_of(asked, options.fidelity, rules), record, rules, fit=fit, watch=None if options.quiet else bar,
         )  # fmt: skip
     except Bug as error:
         print(f"{name} broke off: {error}", file=sys.stderr)
@@ -90,7 +90,7 @@ def _explain(asked: Scenario, name: str, options: argparse.Namespace, rules: Rul
     from .simulator.explain import explain
 
     make = functools.partial(policies.make, name, asked)
-    for line in explain(asked, make, device_of(asked, options.fidelity, rules), options.explain):
+    for line in explain(asked, make, device_of(asked, options.fidelity, rules), options.explain, rules):
         print(line)
     return 0
 
@@ -132,6 +132,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, figures and report.html there")
     parser.add_argument("--burst", type=float, nargs="*", default=[], metavar="S", help="when bursts begin: recovery")
+    parser.add_argument("--since", type=float, default=0.0, metavar="S", help="count requests from this second on")
     parser.add_argument("--explain", type=int, metavar="REQUEST", help="tell one request's story, by its number")
     parser.add_argument("--fit", action="store_true", help="let the oracle learn (slow; needs torch and gpytorch)")
     parser.add_argument("--memory-parts", type=int, default=0, metavar="N", help="fixed parts of memory: xTensor off")

@@ -1,4 +1,4 @@
-"""What the simulator's load looks like beside what was published of production: popularity, bursts, and how fast it comes.
+"""What the simulator's load looks like beside what was published: popularity, bursts, and how fast it streams.
 
     janus bench workload                             the built-in generator beside the trace workload62
     janus bench workload --requests 45600000 --speed a day at production's volume, streamed: speed and peak memory
@@ -34,8 +34,8 @@ from .workload_shape import derive
 
 _BURST, _TWICE = 5.0, 2.0
 _NEAR_S, _BEFORE_S = 10, 120
-# Fewer requests in ten seconds are too few to tell a burst from chance; so are fewer than five standard deviations above
-# what came before, of arrivals whose coefficient of variation is 2.
+# Fewer requests in ten seconds are too few to tell a burst from chance; so are fewer than five standard deviations
+# above what came before, of arrivals whose coefficient of variation is 2.
 _LEAST: Final = 20
 _CHANCE: Final = 5.0 * 2.0
 
@@ -88,7 +88,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="janus bench workload", description="popularity, bursts and speed of the load")
+    parser = argparse.ArgumentParser(
+        prog="janus bench workload", description="popularity, bursts and speed of the load"
+    )
     parser.add_argument("--traces", type=Path, default=scenario.FOLDER, help="the folder workload62")
     parser.add_argument("--requests", type=float, default=generator.REQUESTS, help="of the generator's day")
     parser.add_argument("--speed", action="store_true", help="stream the day as calls; speed and peak memory alone")

@@ -1,4 +1,4 @@
-"""The shape of the trace `workload62` in some hundred numbers, from which the simulator's generator draws others like it.
+"""The shape of the trace `workload62` in some hundred numbers, from which the generator draws others like it.
 
 `janus bench workload --derive` prints them as TOML; `simulator/shape62.toml` is what it printed. They are aggregates:
 a daily curve and quantiles for each class of service, and a mean, a spread and a variability for each application.
@@ -65,7 +65,7 @@ def _apps(apps: Sequence[Mapping[str, str]], mine: Sequence[Rows], curves: Mappi
 def _hours(rows: Rows) -> npt.NDArray[np.float64]:
     """[24] of mean 1."""
     counts = np.bincount(rows[:, 0] // 3_600_000, minlength=24)
-    return counts / counts.mean()
+    return np.asarray(counts / counts.mean())
 
 
 def _moments(lengths: Rows) -> tuple[float, float]:
@@ -83,7 +83,8 @@ def _spread(members: Sequence[Rows], column: int) -> npt.NDArray[np.float64]:
     weights = np.concatenate([np.full(len(part), 1.0 / len(part)) for part in parts])
     values = np.concatenate(parts)
     order = np.argsort(values, kind="stable")
-    return np.interp(QUANTILES, (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum(), values[order])
+    reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    return np.asarray(np.interp(QUANTILES, reached, values[order]))
 
 
 def _wobble(rows: Rows, hours: npt.NDArray[np.float64]) -> float:

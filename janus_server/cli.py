@@ -106,15 +106,23 @@ examples:
   janus bench memory all                        what one pool of pages for many models is worth
   janus bench oracle                            how well demand and attainment are predicted, and what that costs
   janus bench simulate --list                   policies on an imaginary cluster, also reached as janus simulate
+  janus bench plan --scenario smoke             how many devices keep a promise, also reached as janus plan
+  janus bench workload                          what the traffic of 62 applications looks like
+  janus bench simulate_loads                    how long copies take in the simulator, beside the published times
+  janus bench simulate_devices                  the simulator's two fidelities against each other
+  janus bench simulate_fit                      the simulator's step times against an engine on this machine
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
 _BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle",
-                  "simulate")  # fmt: skip
+                  "simulate", "plan", "workload", "simulate_loads", "simulate_devices", "simulate_fit")  # fmt: skip
 # Benchmarks that are commands of their own too.
-_WHOLE: Final = {"simulate": "try whole days of an imaginary cluster"}
+_WHOLE: Final = {
+    "simulate": "try whole days of an imaginary cluster",
+    "plan": "how many devices a load takes, by simulation",
+}
 
 
 class _Parser(argparse.ArgumentParser):

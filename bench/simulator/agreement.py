@@ -120,7 +120,9 @@ def calls(case: Case, seed: int, length_s: float) -> list[Call]:
             at_s += float(draws.exponential(1.0 / (case.rate * (case.burst if busy else 1.0))))
             if at_s >= length_s:
                 break
-            sizes = [mean * math.exp(0.6 * draws.standard_normal() - 0.18) for mean in (case.input_mean, case.output_mean)]
+            sizes = [
+                mean * math.exp(0.6 * draws.standard_normal() - 0.18) for mean in (case.input_mean, case.output_mean)
+            ]
             found.append((at_s, model, max(1, round(sizes[0])), max(1, round(sizes[1]))))
     found.sort()
     return [Call(i, *one) for i, one in enumerate(found)]

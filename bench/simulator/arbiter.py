@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from janus_server.orders import Action, Dispatch, Ticket, Traffic
-from janus_server.sched.dispatch import dispatch
-from janus_server.sched.jobs import Job, Machine
+from janus_server.sched.jobs import Job
 
 from .frontdesk import Line, Lines
-from .planned import MOST_JOBS, Backlogs, job_of
+from .planned import AHEAD_S, MOST_JOBS, Backlogs, job_of
 from .replicas import Phase, Replica
 from .yard import Yard
 
@@ -45,7 +44,7 @@ class Queue:
         key = (job.deadline_s, job.arrival_s, job.id)
         _drop(self._hopeful, key) or _drop(self._late, key)
 
-    def order(self, machine: Machine, now: float) -> Iterator[str]:
+    def order(self, start_s: float, now: float) -> Iterator[str]:
         """Who begins, one after the other: of those due first, the most that can be on time, by deadline; then the
         others by deadline. One plan looks at so many of them at most."""
         while self._starts and self._starts[0][0] < now:
@@ -53,9 +52,29 @@ class Queue:
             if key[2] in self.jobs and _drop(self._hopeful, key):
                 bisect.insort(self._late, key)
         jobs = [self.jobs[request] for _, _, request in self._hopeful[:MOST_JOBS]]
-        planned = jobs if len(jobs) < 2 else dispatch(jobs, [machine]).lanes[0].queue
-        yield from [job.id for job in planned]
+        on_time = most_on_time(jobs, start_s)
+        yield from on_time
+        chosen = frozenset(on_time)
+        yield from [job.id for job in jobs if job.id not in chosen]
         yield from [request for _, _, request in self._late[:MOST_JOBS]]
+
+
+def most_on_time(jobs: Sequence[Job], start_s: float) -> list[str]:
+    """Moore-Hodgson on one device: of jobs by deadline, the most that can be done in time from start_s, in that order.
+
+    What `sched.dispatch` does for one machine, without its arrays: here one is planned for every prompt computed.
+
+    Example: from 0, (work, due) a (5, 6), b (2, 7), c (2, 8): a and b would end at 7, c at 9: a, the longest, is given
+    up; b and c.
+    """
+    end_s = start_s
+    kept: list[tuple[float, int]] = []
+    for i, job in enumerate(jobs):
+        heapq.heappush(kept, (-job.work_s, -i))
+        end_s += job.work_s
+        if end_s > job.deadline_s:
+            end_s += heapq.heappop(kept)[0]
+    return [jobs[-i].id for i in sorted((i for _, i in kept), reverse=True)]
 
 
 def _drop(keys: list[_Key], key: _Key) -> bool:
@@ -151,16 +170,17 @@ class ArbiterDesk:
             backlog = self._backlogs.of(node)
             begun: list[str] = []
             start_s = backlog.start_s(now)
-            for request in queue.order(Machine(node, start_s), now) if self._backlogs.free(node, now) else ():
+            for request in queue.order(start_s, now) if start_s <= now + AHEAD_S else ():
                 replica = self._where[request]
                 self._unroute(request)
                 ticket = self._lines.give(request, replica, now)
                 backlog.given(request, ticket.work_s, now)
                 begun.append(request)
-                if not self._backlogs.free(node, now):
+                start_s = backlog.start_s(now)
+                if start_s > now + AHEAD_S:
                     break
             if begun:
                 why = f"{node}: {len(begun)} begin, most on time of those in its queue; {len(queue.jobs)} wait"
                 actions.append(Dispatch(node, tuple(begun), why))
             if queue.jobs:
-                self._backlogs.look_again(node, node, now)
+                self._backlogs.look_again(start_s, node, now)

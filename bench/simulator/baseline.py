@@ -7,15 +7,16 @@ what makes a system that system is in its rule (`static`, `serverlessllm`, `pris
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Final, Protocol
 
 from janus_server.orders import Action, Counted, Event, Joined, Ticket, Traffic, Wanted
 
 from .frontdesk import Desk
 from .yard import Yard
 
-# All nodes join at the same moment; who looked at the first of them would plan for a cluster of one.
-_SETTLE_S = 0.01
+# All nodes join at the same moment, and say what they have: who decided at the first of them would plan for a cluster
+# of one, or on pages of models that a leader before this one brought up.
+_SETTLE_S: Final = 0.01
 
 
 class Rule(Protocol):
@@ -43,8 +44,9 @@ class Baseline:
 
     def __init__(self, yard: Yard, desk: Desk, rule: Rule) -> None:
         self.yard, self.desk, self.rule = yard, desk, rule
-        self._due_s = math.inf
+        self._due_s = self._settled_s = math.inf
         self._last_s = -math.inf
+        self._early: list[Ticket] = []
 
     def on(self, event: Event, now: float) -> list[Action]:
         yard = self.yard
@@ -52,7 +54,9 @@ class Baseline:
         yard.actions = actions
         if type(event) is Traffic:
             self.desk.hear(event, now)
-            if event.arrived:
+            if event.arrived and now < self._settled_s:
+                self._early += event.arrived
+            elif event.arrived:
                 self.rule.came(event.arrived, now)
                 self._arm(now)
         else:
@@ -61,6 +65,9 @@ class Baseline:
             yard.retry(now)
         if self._due_s <= now:
             self._last_s, self._due_s = now, math.inf
+            if self._early:
+                early, self._early = tuple(self._early), []
+                self.rule.came(early, now)
             if self.rule.round(now):
                 self._arm(now)
         if yard.changed or yard.refused or yard.moved:
@@ -76,18 +83,19 @@ class Baseline:
         self.yard.hear(event, now)
         match event:
             case Joined():
-                self._due_s = min(self._due_s, now + _SETTLE_S)
+                self._settled_s = min(self._settled_s, now + _SETTLE_S)
+                self._arm(now)
             case Counted():
                 self.rule.counted(event, now)
                 self._arm(now)
-            case Wanted(model):
+            case Wanted(model) if now >= self._settled_s:
                 self.rule.wanted(model, now)
                 self._arm(now)
             case _:
                 pass
 
     def _arm(self, now: float) -> None:
-        self._due_s = min(self._due_s, max(now, self._last_s + self.rule.period_s))
+        self._due_s = min(self._due_s, max(now, self._last_s + self.rule.period_s, self._settled_s))
 
     def _tell(self, now: float) -> None:
         """What the yard has noted since: until nothing follows from it."""
@@ -105,5 +113,5 @@ class Baseline:
                 self.desk.dropped(model)
             for model in changed:
                 self.desk.changed(model)
-            if changed:
+            if changed and now >= self._settled_s:
                 self.rule.turned(now)

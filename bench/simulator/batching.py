@@ -22,8 +22,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """step_tokens, sequences, shared_prompts and one_prompt_at_a_time are those of `BatcherLimits`.
 
     parts: a node's memory is cut into so many equal parts, of which each model has one for its weights and KV, as
-    where every model's server has memory of its own; 0 shares it all. prompt: tokens of a call's prompt, for `stepwise` with prefix caching; without
-    it nobody's prompt has anything in common with another's.
+    where every model's server has memory of its own; 0 shares it all. prompt: tokens of a call's prompt, for `stepwise`
+    with prefix caching; without it nobody's prompt has anything in common with another's.
     """
 
     step_tokens: int = STEP_TOKENS

@@ -65,7 +65,7 @@ def joined(blocks: Sequence[Block]) -> Block:
     """One after the other, as they are."""
     if not blocks:
         return empty()
-    return Block(*(np.concatenate([block[i] for block in blocks]) for i in range(4)))  # type: ignore[arg-type]
+    return Block(*(np.concatenate([block[i] for block in blocks]) for i in range(4)))
 
 
 def merged(sources: Sequence[Blocks]) -> Blocks:

@@ -138,6 +138,12 @@ class Cluster:
         )
         node.of(order.model).copy = True
 
+    def keep_copy(self, node: Node, model: str) -> None:
+        """The host has held the weights of a model from the start."""
+        node.copies_bytes += self.models[model].known.host_bytes
+        node.of(model).copy = True
+        self.put(node, model, Stage.WARM)
+
     def drop_copy(self, node: Node, model: str) -> None:
         held = node.of(model)
         if held.copy:
@@ -151,7 +157,9 @@ class Cluster:
             for model, held in node.held.items():
                 known = self.models[model].known
                 up = held.stage is Stage.ACTIVE or (held.order is not None and held.order.verb.raises)
-                require(held.pages == (known.weight_pages + known.floor_pages if up else 0), f"{model} on {name}: pages")
+                require(
+                    held.pages == (known.weight_pages + known.floor_pages if up else 0), f"{model} on {name}: pages"
+                )
                 require(held.readers >= 0, f"{model} on {name} is read by {held.readers}")
                 pages, copies = pages + held.pages, copies + known.host_bytes * held.copy
             require((pages, copies) == (node.held_pages, node.copies_bytes), f"{name}: its sums are wrong")

@@ -21,10 +21,10 @@ forks at the same tensor parallel degree, 8.2 GB a device in 408 ms and 32.8 GB 
 FORK_BYTES_S: Final = 65e9
 """What one device gets of its link (163.6 GB/s measured) while weights are copied. [fit]: the slope of that same line.
 It belongs to the fixed part above: another speed would need another fixed part. The third published fork, 42 GB a
-device in 742 ms, lies on no line with these two (it asks for 91 GB/s), and is predicted with this constant, too long."""
+device in 742 ms, lies on no line with these two (it asks for 91 GB/s); it comes out too long with this constant."""
 
 HOST_FIXED_S: Final = 0.283
-"""The same for a copy from host memory. [fit]: with it 8.2 GB at 59 GB/s take the published 0.42 s."""
+"""The same for a copy from host memory. That of a fork: with it 8.2 GB at 59 GB/s take 0.42 s, published as 0.4."""
 
 HOST_BYTES_S: Final = 59e9
 """From host memory to one device. [art]: measured, of a specified 140 GB/s."""
@@ -51,7 +51,7 @@ DISK_SHARED_BYTES_S: Final = 6e9
 """From local flash to all devices of one host. [general]: two NVMe drives."""
 
 PROCESS_START_S: Final = 20.0
-"""A new server process until it reads weights: interpreter and libraries, device context, communicators, graphs, warm-up.
+"""A new server process until it reads weights: interpreter, libraries, device context, communicators, graphs, warm-up.
 [general]: published only as "tens of seconds to minutes" for all of a classic scale-out, weights from disk included."""
 
 LINKS: Final = Links(

@@ -29,7 +29,7 @@ class Sentence(NamedTuple):
 class Took(NamedTuple):
     """How long orders of one verb for one model took, from their start."""
 
-    count: int
+    times: int
     sum_s: float
     least_s: float
     most_s: float
@@ -72,7 +72,7 @@ class Decisions:
             self.took[key] = Took(1, takes_s, takes_s, takes_s)
         else:
             self.took[key] = Took(
-                took.count + 1, took.sum_s + takes_s, min(took.least_s, takes_s), max(took.most_s, takes_s)
+                took.times + 1, took.sum_s + takes_s, min(took.least_s, takes_s), max(took.most_s, takes_s)
             )
 
 

@@ -34,4 +34,6 @@ def make(
         return Stepwise(node, models, known, rules)
     if fidelity == "fluid":
         return Fluid(node, models, known, rules)
-    raise BadConfig(f"there is no fidelity {fidelity!r}; there are: {', '.join(FIDELITIES)}{nearest(fidelity, FIDELITIES)}")
+    raise BadConfig(
+        f"there is no fidelity {fidelity!r}; there are: {', '.join(FIDELITIES)}{nearest(fidelity, FIDELITIES)}"
+    )

@@ -192,7 +192,9 @@ def _begun(witness: Witness, which: int) -> str:
         text += f"; {len(b.passed):,} of its model's requests were begun before it meanwhile"
         text += f", {b.overtook:,} of which had come later" if b.overtook else ""
     others = b.running - b.running_of_model
-    text += f"; {b.running_of_model:,} of its model ran there already" + (f", and {others:,} of others" if others else "")
+    text += f"; {b.running_of_model:,} of its model ran there already" + (
+        f", and {others:,} of others" if others else ""
+    )
     return text + "."
 
 
@@ -205,11 +207,14 @@ def _first_token(ended: Outcome, app: AppSpec) -> str:
 
 def _end(ended: Outcome, app: AppSpec) -> str:
     if ended.why:
-        return f"{_at(ended.ended_s)}: it ended without {'all its tokens' if ended.ttft_s is not None else 'a token'}: {ended.why}."
+        had = "all its tokens" if ended.ttft_s is not None else "a token"
+        return f"{_at(ended.ended_s)}: it ended without {had}: {ended.why}."
     text = f"{_at(ended.ended_s)}: it ended"
     if ended.call.output_tokens > 1:
         spare_s = app.tpot_s - ended.tpot_s
-        text += f", with {seconds(ended.tpot_s)} a token: " + ("in time" if spare_s >= 0 else f"{seconds(-spare_s)} too long")
+        text += f", with {seconds(ended.tpot_s)} a token: " + (
+            "in time" if spare_s >= 0 else f"{seconds(-spare_s)} too long"
+        )
     kept = ended.ttft_s is not None and ended.ttft_s <= app.ttft_s and ended.tpot_s <= app.tpot_s
     return f"{text}. Its promise was {'kept' if kept else 'broken'}."
 

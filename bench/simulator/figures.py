@@ -66,7 +66,9 @@ def _attainment(axes: Axes, records: Mapping[str, Record]) -> None:
         at = (np.arange(len(windows)) + 0.5) * each * tallies.second_s / scale
         axes.plot(at, shares, color=colour, label=name)
     axes.axhline(0.95, color="#555555", linestyle=":", linewidth=1)
-    axes.set(ylabel="share that kept its promise", xlabel=_unit(record)[1], title=f"{record.scenario.name}: promises kept")
+    axes.set(
+        ylabel="share that kept its promise", xlabel=_unit(record)[1], title=f"{record.scenario.name}: promises kept"
+    )
     axes.legend(fontsize=8)
 
 
@@ -76,8 +78,11 @@ def _devices(axes: Axes, records: Mapping[str, Record]) -> None:
         held = line.held()
         axes.stairs(held, np.arange(len(held) + 1) * line.width_s / scale, color=colour, label=name, baseline=None)
     axes.axhline(len(record.scenario.nodes), color="#555555", linestyle=":", linewidth=1)
-    axes.set(ylabel="devices held", xlabel=_unit(record)[1], title=f"{record.scenario.name}: devices; dotted: the cluster")
+    axes.set(
+        ylabel="devices held", xlabel=_unit(record)[1], title=f"{record.scenario.name}: devices; dotted: the cluster"
+    )
     axes.set_ylim(bottom=0)
+    axes.set_xlim(0, _end_s(records) / _unit(next(iter(records.values())))[0])
     axes.legend(fontsize=8)
 
 
@@ -109,10 +114,14 @@ def _models(figure: Figure, records: Mapping[str, Record]) -> None:
         rest = shares.sum(axis=1) - sum((shares[:, at[m]] for m in shown), np.zeros(len(shares)))
         layers = [*(shares[:, at[m]] for m in shown), np.maximum(rest, 0.0)]
         hours = (np.arange(len(shares)) + 0.5) * line.width_s / scale
-        axes.stackplot(hours, layers, labels=[*shown, "others"], colors=[*_COLOURS[: len(shown)], "#cccccc"], step="mid")
+        axes.stackplot(
+            hours, layers, labels=[*shown, "others"], colors=[*_COLOURS[: len(shown)], "#cccccc"], step="mid"
+        )
         axes.set(title=name, ylabel="devices")
     panels[-1].set_xlabel(unit)
-    panels[0].legend(fontsize=7, ncols=3, loc="upper left")
+    panels[0].set_xlim(0, _end_s(records) / scale)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, ncols=5, loc="outside lower center")
 
 
 def _cost(axes: Axes, found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -127,6 +136,12 @@ def _cost(axes: Axes, found: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set(xlabel="device-hours", ylabel="share that kept its promise", title="what it costs")
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
+
+
+def _end_s(records: Mapping[str, Record]) -> float:
+    """What comes long after the trace would squash the rest."""
+    ends = [(record.closed_s or 0.0, record.scenario.duration_s) for record in records.values()]
+    return max(min(closed_s, 1.25 * duration_s) for closed_s, duration_s in ends) or 1.0
 
 
 def _unit(record: Record) -> tuple[float, str]:

@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from typing import Final
 
 from janus_server.orders import Busy
+from janus_server.sched.outlook import LEAST_TOKENS
 from janus_server.sched.sequence import PRIORITY_S
 from janus_server.sched.share import share
 
 from .batching import Promised, Rules
 from .physics import Speed
-from .rates import Ask, chunk_tokens
+from .rates import Ask
 from .records import Call, Emit
 
 # A step or a token less than this is a matter of rounding.
 ROUNDING: Final = 1e-6
 _NEVER: Final = math.inf
+_FORGET: Final = 0.98
 
 
 class Row:
@@ -44,24 +46,26 @@ class Row:
 
 class Flow:
     """steps have been made since it is up, a fraction of one included; each is `step_s` long at present, and `rate` are
-    made a second. shares are what each prompt gets of a step until `goal` steps are made."""
+    made a second; decode_s was what one takes without prompts when all was planned last. shares are what each prompt
+    gets of a step until `goal` steps are made."""
 
     __slots__ = (
-        "_rules", "_size", "ceiling_pages", "context", "ended_s", "floor_pages", "goal", "limit_s", "marks", "name",
-        "pace_s", "paces", "prompt_pages", "prompts", "rate", "rows", "shares", "since", "speed", "starved", "step_s",
-        "steps", "waiting", "weight_pages",
+        "_learnt", "_learnt_s", "_rules", "_size", "ceiling_pages", "context", "decode_s", "ended_s", "floor_pages",
+        "goal", "limit_s", "marks", "name", "pace_s", "paces", "prompt_pages", "prompts", "rate", "rows", "shares",
+        "since", "speed", "starved", "step_s", "steps", "waiting", "weight_pages",
     )  # fmt: skip
 
     def __init__(self, name: str, speed: Speed, page_tokens: int, rules: Rules, now: float) -> None:
         self.name, self.speed, self._size, self._rules = name, speed, page_tokens, rules
         self.weight_pages = self.floor_pages = self.prompt_pages = self.rows = 0
         self.ceiling_pages = _NEVER
-        self.context = self.steps = self.since = self.goal = self.rate = self.step_s = 0.0
+        self.context = self.decode_s = self.steps = self.since = self.goal = self.rate = self.step_s = 0.0
         self.marks: list[tuple[float, tuple[float, int], Row]] = []
         self.prompts: list[Row] = []
         self.waiting: list[Row] = []
         self.shares: list[int] = []
         self.paces: dict[float, int] = {}
+        self._learnt, self._learnt_s = 1e4, 1e4 * (speed.token_s + speed.wire_s)
         self.pace_s, self.limit_s, self.ended_s, self.starved = _NEVER, _NEVER, now, False
 
     @property
@@ -77,11 +81,6 @@ class Flow:
     def growth(self) -> float:
         """Pages a second that decoding takes."""
         return self.rows * self.rate / self._size
-
-    @property
-    def decode_s(self) -> float:
-        """What a step takes without prompts."""
-        return self.speed.decode_s(self.rows, self.context)
 
     def busy(self, now: float) -> Busy:
         running, waiting = self.rows + len(self.prompts), len(self.waiting)
@@ -143,9 +142,20 @@ class Flow:
         return free_pages
 
     def budget(self, budget_s: float) -> int:
-        """Tokens of prompts in a step of at most so long."""
-        start = sum(row.known - row.gap for row in self.prompts) / len(self.prompts) if self.prompts else 0.0
-        return chunk_tokens(self.speed, self.rows, self.context, start, budget_s, self._rules.step_tokens)
+        """Tokens of prompts in a step of at most so long, as far as a token's cost is known from earlier steps; never
+        less than the smallest chunk."""
+        room = max(1, self._rules.step_tokens - self.rows)
+        if budget_s == _NEVER:
+            return room
+        token_s, pair_s = self._learnt_s / self._learnt, self.speed.pair_s
+        start = sum([row.known - row.gap for row in self.prompts]) / len(self.prompts) if self.prompts else 0.0
+        # A chunk's tokens look at what was computed before, and at each other: c·(token + pair·(start + c/2)).
+        first_s, spare_s = token_s + start * pair_s, max(0.0, budget_s - self.decode_s)
+        most = 2.0 * spare_s / (first_s + math.sqrt(first_s * first_s + 2.0 * pair_s * spare_s))
+        if most >= room:
+            return room
+        least = min((self.speed.dense_s + self.speed.fixed_s) / token_s, room // 8)
+        return min(room, max(LEAST_TOKENS, int(least), int(most)))
 
     def plan(self, budget: int, factor: float) -> None:
         """What the next steps consist of, how long each is on average, and how many of them there are of that kind."""
@@ -159,7 +169,18 @@ class Flow:
             steps = min(steps, max(1, same))
         self.goal = self.steps + steps
         half = (steps - 1.0) / 2.0 if steps > 1.0 else 0.0
-        self.step_s = factor * self._seconds(half)
+        seconds = self._seconds(half)
+        self.step_s = factor * seconds
+        if self.shares:
+            # What `sched.cost` would have learnt of such steps: prompts' tokens cost what a step takes beyond its rest.
+            tokens = float(sum(self.shares))
+            attended_s = self.speed.pair_s * sum(
+                [part * (row.known - row.gap + part / 2.0) for row, part in zip(self.prompts, self.shares, strict=True)]
+            )
+            beyond_s = max(0.0, seconds - self.decode_s - attended_s)
+            weight = 1.0 / (seconds * seconds)
+            self._learnt_s = _FORGET * self._learnt_s + weight * tokens * beyond_s
+            self._learnt = _FORGET * self._learnt + weight * tokens * tokens
 
     def ask(self, now: float) -> Ask:
         slack_s = waited_s = 0.0
@@ -183,10 +204,10 @@ class Flow:
     def settle(self) -> None:
         """Count what prompts got since `plan`."""
         done, self.since = self.steps - self.since, self.steps
-        if done:
+        if self.shares:
             for row, part in zip(self.prompts, self.shares, strict=True):
                 row.gap -= part * done
-        self.shares = []
+            self.shares = []
 
     def happen(self, now: float) -> list[Emit]:
         """The step `goal` is made: who ends with it, and whose prompt is computed."""

@@ -30,9 +30,7 @@ class Fluid:
     Plans are made late (`_stale`): whatever comes at the same moment as the end of a step joins the next one.
     """
 
-    def __init__(
-        self, node: NodeSpec, models: Sequence[ModelSpec], promises: Sequence[Promised], rules: Rules
-    ) -> None:
+    def __init__(self, node: NodeSpec, models: Sequence[ModelSpec], promises: Sequence[Promised], rules: Rules) -> None:
         self._node, self._promises, self._rules = node, promises, rules
         self._models = {spec.known.model: spec for spec in models}
         self._speeds: dict[str, Speed] = {}
@@ -146,7 +144,7 @@ class Fluid:
         if len(self._working) == 1:
             flow = self._working[0]
             made = flow.steps + (now - self._at_s) * flow.rate - flow.since
-            return (math.ceil(made - ROUNDING) - made) / flow.rate
+            return (math.floor(made + ROUNDING) + 1.0 - made) / flow.rate
         return 0.5 * sum(flow.rate * flow.step_s * flow.step_s for flow in self._working)
 
     def _happen(self, emits: list[Emit]) -> None:
@@ -164,6 +162,7 @@ class Fluid:
         flows = [flow for flow in self._flows.values() if flow.rows or flow.prompts or flow.waiting]
         open_ = []
         for flow in flows:
+            flow.decode_s = flow.speed.decode_s(flow.rows, flow.context)
             if not flow.midway:
                 flow.settle()
                 open_.append(flow)
@@ -177,30 +176,40 @@ class Fluid:
         for flow in working:
             if flow.name in budgets:
                 flow.plan(budgets[flow.name], self._factor)
-        due_s = _NEVER
-        prompts = any(flow.prompts for flow in working)
+        due_s = self._pace(working)
+        full_s = self._full_s()
+        self._full = full_s < due_s
+        self._due_s = self._at_s + min(due_s, full_s)
+
+    def _pace(self, working: list[Flow]) -> float:
+        """How often each steps; seconds until the first has made what it planned."""
+        if len(working) == 1:
+            flow = working[0]
+            flow.rate = 1.0 / flow.step_s
+            self._spares = (0.0 if flow.prompts else SURE * max(0.0, flow.pace_s - flow.step_s)), flow.step_s
+            return (flow.goal - flow.steps) * flow.step_s
+        prompts = any([flow.prompts for flow in working])
         found = rates([flow.ask(self._at_s) for flow in working], self._spare_s if prompts else 0.0)
+        self._spares = 0.0 if prompts else found.spare_s, found.round_s
+        due_s = self._spare_s if prompts and self._spare_s > 0.0 else _NEVER
         for flow, rate in zip(working, found.steps, strict=True):
             flow.rate = rate
             if rate > 0.0:
                 due_s = min(due_s, (flow.goal - flow.steps) / rate)
-        self._spares = 0.0 if prompts else found.spare_s, found.round_s
-        if prompts and self._spare_s > 0.0 and len(working) > 1:
-            due_s = min(due_s, self._spare_s)
-        full_s = self._full_s()
-        self._full = full_s < due_s
-        self._due_s = self._at_s + min(due_s, full_s)
+        return due_s
 
     def _admit(self, flows: list[Flow], open_: list[Flow]) -> dict[str, int]:
         """Let calls of those between two steps begin, the oldest first; how many tokens of prompts a step of each has
         room for."""
         budgets: dict[str, int] = {}
-        free = self._free_pages()
-        stopped, idle = False, not any(flow.works for flow in flows)
-        if len(open_) > 1:
+        stopped, idle, free = False, not any([flow.works for flow in flows]), 0.0
+        if any([flow.waiting for flow in open_]):
+            free = self._free_pages()
+        if len(open_) > 1 and any([flow.waiting for flow in open_]):
             open_ = sorted(open_, key=lambda flow: flow.waiting[0].order if flow.waiting else (_NEVER, 0))
         for flow in open_:
-            budgets[flow.name] = flow.budget(self._budget_s(flow, flows))
+            prompting = flow.prompts or flow.waiting
+            budgets[flow.name] = flow.budget(self._budget_s(flow, flows)) if prompting else 0
             if flow.waiting and not stopped:
                 mine = free + max(0.0, flow.floor_pages - flow.held_pages)
                 left = flow.admit(budgets[flow.name], mine, idle)
@@ -212,28 +221,33 @@ class Fluid:
     def _budget_s(self, flow: Flow, flows: Sequence[Flow]) -> float:
         """How long a step with prompts may be: its own streams are promised a pace, and others' tokens are due.
 
-        Where several take turns with such steps, each leaves the others time for theirs.
+        Where several take turns with such steps, each leaves the others time for theirs, half of which have had it.
         """
         others = [other for other in flows if other is not flow and other.rows]
         own_s = flow.limit_s if flow.rows else _NEVER
         if not others:
             return SURE * own_s
-        spare_s = min([other.pace_s for other in others]) - sum([other.decode_s for other in others])
+        spare_s, before_s = _NEVER, 0.0
+        for pace_s, step_s in sorted([(other.pace_s, other.decode_s) for other in others]):
+            before_s += step_s
+            spare_s = min(spare_s, pace_s - before_s)
         turns = sum([bool(other.prompts or other.waiting) for other in others]) if flow.rows else 0
-        return SURE * max(0.0, min(own_s, spare_s)) / (1.0 + SURE * turns)
+        return SURE * max(0.0, min(own_s, spare_s)) / (1.0 + 0.5 * SURE * turns)
 
     def _free_pages(self) -> float:
-        return self._room_pages - sum(max(flow.held_pages, flow.floor_pages) for flow in self._flows.values())
+        return self._room_pages - sum([max(flow.held_pages, flow.floor_pages) for flow in self._flows.values()])
 
     def _full_s(self) -> float:
         """Until decoding has taken the last free page; never while only the oldest sequence runs."""
-        if sum(flow.rows + len(flow.prompts) for flow in self._working) < 2:
+        working = self._working
+        growth = sum([flow.growth for flow in working])
+        if not growth or (len(working) == 1 and working[0].rows + len(working[0].prompts) < 2):
             return _NEVER
-        growth = sum(flow.growth for flow in self._working)
-        shortest = self._free_pages() / growth if growth else _NEVER
-        for flow in self._working:
-            if flow.ceiling_pages < _NEVER and flow.rows > 1:
-                shortest = min(shortest, (flow.ceiling_pages - flow.held_pages) / max(flow.growth, 1e-12))
+        shortest = self._free_pages() / growth
+        if self._rules.parts:
+            for flow in working:
+                if flow.rows > 1 and flow.growth:
+                    shortest = min(shortest, (flow.ceiling_pages - flow.held_pages) / flow.growth)
         return max(0.0, shortest)
 
     def _preempt(self) -> None:

@@ -102,14 +102,14 @@ def blocks(profile: Profile, seed: int, start_s: float, duration_s: float) -> Bl
     streams = [_Stream(app, i, seed, end_s) for i, app in enumerate(profile) if app.per_second > 0.0]
     per_second = sum(app.per_second for app in profile)
     step_s = float(np.clip(round(_BLOCK / max(per_second, 1e-9)), 5.0, 3600.0))
-    # Rates are known at whole seconds: a slice that starts between two is cut from there.
-    at_s = float(math.floor(start_s))
+    # Rates are known at whole seconds: a slice that starts or ends between two is cut there.
+    at_s, last_s = float(math.floor(start_s)), float(math.ceil(end_s))
     for stream in streams:
         stream.skip(at_s)
-    while at_s < end_s:
-        at_s = min(at_s + step_s, end_s)
+    while at_s < last_s:
+        at_s = min(at_s + step_s, last_s)
         block = joined([part for stream in streams if (part := stream.until(at_s)).n]).ordered()
-        block = block.part(slice(int(np.searchsorted(block.at_s, start_s)), None))
+        block = block.part(slice(*np.searchsorted(block.at_s, [start_s, end_s]).tolist()))
         if block.n:
             yield block._replace(at_s=block.at_s - start_s)
 
@@ -147,7 +147,7 @@ class _Rate:
         if self._tide is not None:
             turn = 2.0 * math.pi * self._tide.cycles / self._tide.span_s
             out = out * (1.0 + self._tide.amplitude * np.sin(turn * at_s + self._phase))
-        return out * burst_factor(self.bursts, at_s) if drawn and self.bursts else out
+        return np.asarray(out * burst_factor(self.bursts, at_s) if drawn and self.bursts else out)
 
 
 def drawn_bursts(draws: np.random.Generator, end_s: float) -> tuple[Burst, ...]:
@@ -209,9 +209,9 @@ class _Stream:
 
     def _grid(self, to_s: float) -> tuple[Floats, Floats]:
         """Times a second apart, and the requests expected until then."""
-        grid = np.append(np.arange(self._at_s, to_s, 1.0), to_s)
+        grid = np.arange(self._at_s, to_s + 0.5, 1.0)
         rates = self._rate.at(grid)
-        steps = 0.5 * (rates[1:] + rates[:-1]) * np.diff(grid)
+        steps = 0.5 * (rates[1:] + rates[:-1])
         return grid, self._expected + np.concatenate([[0.0], np.cumsum(steps)])
 
     def _draw(self, until: float) -> None:
@@ -227,5 +227,3 @@ class _Stream:
         draws = self._sizes.random((len(at_s), 2))
         numbers: Ints = np.full(len(at_s), self._number)
         return Block(at_s, numbers, self._app.input.at(draws[:, 0]), self._app.output.at(draws[:, 1]))
-
-

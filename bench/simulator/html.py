@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from .columns import COLUMNS, best_of, cell
 from .recorder import Record
 from .tallies import Part
-from .columns import COLUMNS, best_of, cell
 
 _COLUMNS: Final = 480
 _LAYERS: Final = 11
@@ -28,12 +29,12 @@ _WINDOW_S: Final = 5.0
 def page(records: Mapping[str, Record], found: Mapping[str, Mapping[str, Any]]) -> str:
     """found are the summaries of the records, by the same policies."""
     record = next(iter(records.values()))
-    scenario = record.scenario
+    scenario, shown = record.scenario, _shown(records)
     data = {
         "duration_s": max(scenario.duration_s, 1e-9),
         "nodes": len(scenario.nodes),
         "window_s": _window_s(record),
-        "policies": [_policy(name, records[name], found[name]) for name in records],
+        "policies": [_policy(name, records[name], found[name], shown) for name in records],
     }
     facts = [
         ("requests", f"{max(f['requests'] for f in found.values()):,}"),
@@ -54,12 +55,7 @@ def page(records: Mapping[str, Record], found: Mapping[str, Mapping[str, Any]]) 
     }
     text = here.with_name("page.html").read_text(encoding="utf-8")
     # Cut at the marks rather than replaced one after the other: data may hold what looks like one.
-    pieces = []
-    while text:
-        at, mark = min((text.find(m), m) for m in parts if m in text) if any(m in text for m in parts) else (len(text), "")
-        pieces += [text[:at], parts.get(mark, "")]
-        text = text[at + len(mark) :]
-    return "".join(pieces)
+    return "".join(parts.get(piece, piece) for piece in re.split("(@[A-Z]+@)", text))
 
 
 def span(seconds: float) -> str:
@@ -93,7 +89,7 @@ def _notes(found: Mapping[str, Mapping[str, Any]]) -> str:
     return f'<ul class="notes">{"".join(lines)}</ul>' if lines else ""
 
 
-def _policy(name: str, record: Record, found: Mapping[str, Any]) -> dict[str, Any]:
+def _policy(name: str, record: Record, found: Mapping[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     line = record.timeline
     column_s, load, attained = _over_time(record)
     return {
@@ -105,7 +101,7 @@ def _policy(name: str, record: Record, found: Mapping[str, Any]) -> dict[str, An
         "load": load,
         "attainment": attained,
         "timeline": {"width_s": line.width_s, "held": _short(line.held()), "serving": _short(line.serving())},
-        "layers": _layers(line.models, line.shares()),
+        "layers": _layers(line.models, line.shares(), shown),
         "pools": [{"name": pool, "values": _short(line.pools()[:, k])} for k, pool in enumerate(line.pool_names)],
         **_replicas(record),
         **_heat(record, found),
@@ -114,7 +110,7 @@ def _policy(name: str, record: Record, found: Mapping[str, Any]) -> dict[str, An
         "transitions": found["transitions"],
         "hours": found["hours"],
         "latest": found["latest"],
-        "failures": [[why, f["count"], f["example"]] for why, f in found["failures"].items()],
+        "failures": [[why, f["requests"], f["example"]] for why, f in found["failures"].items()],
     }
 
 
@@ -144,11 +140,21 @@ def _over_time(record: Record) -> tuple[float, list[float], dict[str, list[float
     return column_s, _short(columns[:, Part.CAME] / column_s), attained
 
 
-def _layers(models: Sequence[str], shares: np.ndarray) -> list[dict[str, Any]]:
-    """The models that held the most devices, and the others together."""
-    order = sorted((i for i in range(len(models)) if shares[:, i].any()), key=lambda i: (-shares[:, i].sum(), models[i]))
-    layers = [{"name": models[i], "values": _short(shares[:, i])} for i in order[:_LAYERS]]
-    if rest := order[_LAYERS:]:
+def _shown(records: Mapping[str, Record]) -> list[str]:
+    """The models that held the most devices over all policies: each has one colour on the whole page."""
+    total: dict[str, float] = {}
+    for record in records.values():
+        for model, held in zip(record.timeline.models, record.timeline.shares().mean(axis=0).tolist(), strict=True):
+            total[model] = total.get(model, 0.0) + held
+    return sorted((m for m, held in total.items() if held > 0.0), key=lambda m: (-total[m], m))[:_LAYERS]
+
+
+def _layers(models: Sequence[str], shares: np.ndarray, shown: Sequence[str]) -> list[dict[str, Any]]:
+    """Those shown, in their order, and the others together."""
+    at = {model: i for i, model in enumerate(models)}
+    layers: list[dict[str, Any]] = [{"name": model, "values": _short(shares[:, at[model]])} for model in shown]
+    rest = [i for i, model in enumerate(models) if model not in shown and shares[:, i].any()]
+    if rest:
         layers.append({"name": f"{len(rest)} others", "values": _short(shares[:, rest].sum(axis=1)), "other": True})
     return layers
 
@@ -159,7 +165,8 @@ def _replicas(record: Record) -> dict[str, Any]:
     mean, most = line.replicas(), line.most_replicas()
     each = max(1, math.ceil(len(mean) / _COLUMNS))
     columns = np.pad(mean, ((0, -len(mean) % each), (0, 0))).reshape(-1, each, mean.shape[1]).mean(axis=1)
-    order = sorted((i for i in range(mean.shape[1]) if most[:, i].any()), key=lambda i: (-most[:, i].max(), line.models[i]))
+    had = [i for i in range(mean.shape[1]) if most[:, i].any()]
+    order = sorted(had, key=lambda i: (-most[:, i].max(), line.models[i]))
     rows = [{"name": line.models[i], "most": round(float(most[:, i].max()), 2), "values": _short(columns[:, i])}
             for i in order[:_ROWS]]  # fmt: skip
     return {"replicas": rows, "replica_bins": each}

@@ -89,9 +89,10 @@ def _points(*tokens: float) -> Lengths:
 
 # Mooncake's conversations, Azure 2023's two services: percentiles of the public traces, each computed over the whole.
 # sharegpt and lmsys: means as they are commonly quoted (161/338 and 70/215 tokens) and spreads of our choosing, since
-# neither data set is at hand. zipf: the published synthetic prompts, 20 to 8000 tokens; their answers are not published.
+# neither data set is at hand. zipf: the published synthetic prompts, 20 to 8000 tokens; answers are not published.
 NAMES: Final[Mapping[str, tuple[Lengths, Lengths]]] = {
-    "mooncake": (_points(894, 964, 2306, 6909, 15367, 27367, 85400, 126195), _points(3, 24, 156, 350, 472, 597, 1119, 2000)),
+    "mooncake": (_points(894, 964, 2306, 6909, 15367, 27367, 85400, 126195),
+                 _points(3, 24, 156, 350, 472, 597, 1119, 2000)),
     "azure-conv": (_points(29, 207, 396, 1020, 1189, 2734, 4142, 14050), _points(16, 54, 85, 129, 395, 424, 601, 1000)),
     "azure-code": (_points(17, 147, 578, 1469, 2744, 5188, 7436, 7437), _points(6, 7, 9, 13, 24, 55, 251, 1899)),
     "sharegpt": (lognormal(161, 1.2, 4096), lognormal(338, 0.9, 2048)),

@@ -105,7 +105,7 @@ def smallest(nodes: Sequence[NodeSpec]) -> NodeSpec:
 
 
 def subjects(models: Iterable[ModelSpec], apps: Sequence[AppSpec], device: DeviceShape) -> dict[str, Subject]:
-    """What the oracle is told of each: the strictest promise of its applications; decode steps paced at half of TPOT."""
+    """What the oracle is told: the strictest promise of a model's applications; decode steps paced at half of TPOT."""
     found = {}
     for spec in models:
         mine = [app for app in apps if app.model == spec.known.model]

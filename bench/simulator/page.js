@@ -6,7 +6,7 @@ const SPAN = DATA.duration_s;
 // What comes long after the trace is not drawn: it would squash the rest.
 const END = Math.max(SPAN, Math.min(1.25 * SPAN, Math.max(...DATA.policies.map((p) => p.closed_s || SPAN))));
 const KINDS = ["load", "wake", "fork", "serve", "drain", "sleep", "unload", "evict", "refuse", "decided", "refit", "answer"];
-const KIND_COLOUR = { load: 5, wake: 1, fork: 0, serve: 2, drain: 7, sleep: 6, unload: 6, evict: 6, refuse: 5, decided: 8, refit: 9, answer: 9 };
+const KIND_COLOUR = { load: 5, wake: 1, fork: 0, serve: 2, drain: 7, refuse: 5, decided: 8, refit: 9, answer: 9 };
 const tip = document.getElementById("tip");
 // Everything drawn: {node, draw, move}. What is no longer on the page is forgotten.
 let drawn = [];
@@ -237,8 +237,8 @@ function mix(a, b, share) {
 /* Attainment: green from 99 % on, amber below, red from 80 % down. */
 function shadeOfShare(v, style) {
   const ink = (name) => style.getPropertyValue(name);
-  if (v >= 0.99) return mix(ink("--card"), ink("--c2"), 0.4);
-  return mix(ink("--c1"), ink("--bad"), Math.min(1, (0.99 - v) / 0.19));
+  if (v >= 0.99) return ink("--kept");
+  return mix(ink("--short"), ink("--broken"), Math.min(1, (0.99 - v) / 0.19));
 }
 function table(head, rows) {
   const body = el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => (cell instanceof Node ? cell : el("td", {}, String(cell)))))));
@@ -321,7 +321,7 @@ function decisions(host, policy) {
       });
       for (const [t, kind, model, node, why] of policy.sentences) {
         if (t > END) continue;
-        const dot = svg("circle", { cx: f.x(t).toFixed(1), cy: f.top + kinds.indexOf(kind) * rowHeight + 9, r: 3.6, fill: colour(KIND_COLOUR[kind] ?? 6), "fill-opacity": 0.75, class: "said" });
+        const dot = svg("circle", { cx: f.x(t).toFixed(1), cy: f.top + kinds.indexOf(kind) * rowHeight + 9, r: 3.6, fill: kind in KIND_COLOUR ? colour(KIND_COLOUR[kind]) : "var(--faint)", "fill-opacity": 0.75, class: "said" });
         dot.addEventListener("pointermove", (event) => {
           moveAll(t);
           show(event, el("b", {}, `${clock(t, true)} · ${kind}${model ? ` · ${model}` : ""}${node ? ` on ${node}` : ""}`), el("div", {}, why));
@@ -357,7 +357,7 @@ function one(policy, host) {
   const byPool = policy.pools.map((l, i) => ({ name: `${l.name} pool`, values: l.values, colour: colour(i) }));
   const chart = el("div", {}), high = Math.max(1, ...line_.held) * 1.06;
   const paint = (kind) => {
-    const layers = [...(kind === "by pool" ? byPool : byModel), rising];
+    const layers = [...(kind === "by pool" ? byPool : byModel).filter((l) => l.values.some((v) => v > 0)), rising];
     chart.replaceChildren();
     chart.append(legend(layers.map((l) => [l.name, l.colour])));
     stack(chart, layers, line_.width_s, { label: `devices ${kind}`, height: 250, low: 0, high, format: number });

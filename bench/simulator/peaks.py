@@ -1,49 +1,72 @@
 """How many replicas each model of a scenario takes at its peak: read off its calls before the day, by the roofline.
 
-`static` is provisioned by it. The calls are read once, in bounded memory; each half minute of each model becomes one
-row, and the leader's own prior says how many replicas keep the promise at that traffic on devices of their own.
+`static` is provisioned by it. The calls are read once, in bounded memory: the requests and tokens of the busiest half
+minute of each model, and the lengths of all of its requests. The leader's own prior then says how many replicas keep
+the promise at that rate, on devices of their own. (Lengths of one half minute alone say little: a rare model has one
+request in it.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from janus_server.sched.oracle_prior import expect, physics_and_limits, traffic_of
-from janus_server.sched.oracle_records import Promise, Subject
+from janus_server.sched.oracle_prior import expect, physics_and_limits, table_of, traffic_of
+from janus_server.sched.oracle_records import Features, Promise, Subject
 
 from .records import AppSpec, Call, ModelSpec, Scenario
 
 # As long as the leader's own observations.
 WINDOW_S: Final = 30.0
-# Where no number keeps the promise, a replica is to be so busy at most.
-_BUSY_MOST: Final = 0.5
+# With so many no prompt waits for another.
+_MOST: Final = 1024
 
 
 class _Sums:
-    """Of one model's calls in one window."""
+    """Of one model's calls: of all of them, and the most in one window."""
 
-    __slots__ = ("input", "input_square", "output", "output_square", "requests")
+    __slots__ = ("input", "input_square", "most_requests", "most_tokens", "output", "output_square", "requests",
+                 "since_requests", "since_tokens")  # fmt: skip
 
     def __init__(self) -> None:
         self.requests = self.input = self.input_square = self.output = self.output_square = 0
+        self.most_requests = self.most_tokens = self.since_requests = self.since_tokens = 0
+
+    def close(self) -> None:
+        """A window ends."""
+        tokens = self.input + self.output
+        self.most_requests = max(self.most_requests, self.requests - self.since_requests)
+        self.most_tokens = max(self.most_tokens, tokens - self.since_tokens)
+        self.since_requests, self.since_tokens = self.requests, tokens
+
+    def features(self) -> Features:
+        """As if the busiest window lasted; if its requests were few but long, more mean ones instead."""
+        n = self.requests
+        given, answered = self.input / n, self.output / n
+        rate = max(self.most_requests, self.most_tokens / max(given + answered, 1.0)) / WINDOW_S
+        return Features(rate * (given + answered), rate, given, max(0.0, self.input_square / n - given**2), answered,
+                        max(0.0, self.output_square / n - answered**2))  # fmt: skip
 
 
 def needs(scenario: Scenario) -> dict[str, int]:
-    """Replicas by model, 0 for those that no call is for; at most as many as there are nodes for them."""
-    models = {spec.known.model: spec for spec in scenario.models}
-    windows = windows_of(scenario.calls, scenario.apps)
+    """Replicas by model, 0 for those that no call is for."""
+    peaks = peaks_of(scenario.calls, scenario.apps)
     found = {}
-    for model, spec in models.items():
-        rows = windows.get(model)
-        most = max(1, len(scenario.nodes) // spec.known.shards)
-        subject = subject_of(scenario, spec)
+    for spec in scenario.models:
+        model = spec.known.model
+        peak, subject = peaks.get(model), subject_of(scenario, spec)
         attain = max((app.attain for app in scenario.apps if app.model == model), default=0.0)
-        found[model] = 0 if rows is None or subject is None else replicas_for(rows, subject, attain, most)
+        found[model] = 0 if peak is None or subject is None else replicas_for(peak, subject, attain)
     return found
+
+
+def devices(scenario: Scenario) -> int:
+    """How many devices all peaks together take, each on devices of its own: a cluster sized for `static`."""
+    shards = {spec.known.model: spec.known.shards for spec in scenario.models}
+    return sum(count * shards[model] for model, count in needs(scenario).items())
 
 
 def subject_of(scenario: Scenario, spec: ModelSpec) -> Subject | None:
@@ -55,48 +78,40 @@ def subject_of(scenario: Scenario, spec: ModelSpec) -> Subject | None:
     return Subject(model=spec.shape, device=scenario.nodes[0].shape, promise=promise, shards=spec.known.shards)
 
 
-def windows_of(calls: Iterable[Call], apps: Sequence[AppSpec]) -> dict[str, npt.NDArray[np.float64]]:
-    """By model, a row for each window with calls: as `Features`, [windows, 6]."""
+def peaks_of(calls: Iterable[Call], apps: Sequence[AppSpec]) -> dict[str, Features]:
+    """By model with calls, its traffic if the busiest window lasted."""
     names = [app.model for app in apps]
-    rows: dict[str, list[tuple[float, ...]]] = {}
     sums: dict[str, _Sums] = {}
     until_s = WINDOW_S
     for _, at_s, app, given, answered in calls:
         if at_s >= until_s:
-            _close(sums, rows)
+            for one in sums.values():
+                one.close()
             until_s = (at_s // WINDOW_S + 1.0) * WINDOW_S
-        one = sums.get(names[app])
-        if one is None:
-            one = sums[names[app]] = _Sums()
-        one.requests += 1
-        one.input += given
-        one.input_square += given * given
-        one.output += answered
-        one.output_square += answered * answered
-    _close(sums, rows)
-    return {model: np.array(found, dtype=np.float64) for model, found in rows.items()}
+        found = sums.get(names[app])
+        if found is None:
+            found = sums[names[app]] = _Sums()
+        found.requests += 1
+        found.input += given
+        found.input_square += given * given
+        found.output += answered
+        found.output_square += answered * answered
+    for one in sums.values():
+        one.close()
+    return {model: one.features() for model, one in sums.items()}
 
 
-def _close(sums: dict[str, _Sums], rows: dict[str, list[tuple[float, ...]]]) -> None:
-    for model, one in sums.items():
-        n, given, answered = one.requests, one.input / one.requests, one.output / one.requests
-        row = ((one.input + one.output) / WINDOW_S, n / WINDOW_S, given, max(0.0, one.input_square / n - given**2),
-               answered, max(0.0, one.output_square / n - answered**2))  # fmt: skip
-        rows.setdefault(model, []).append(row)
-    sums.clear()
+def replicas_for(peak: Features, subject: Subject, attain: float) -> int:
+    """The fewest that keep the promise to the promised share of those that idle devices would keep it to.
 
-
-def replicas_for(rows: npt.NDArray[np.float64], subject: Subject, attain: float, most: int) -> int:
-    """The fewest that keep the promise in every window [windows, 6], or that leave devices half idle where none does.
-
-    At least 1, at most `most`.
+    (Some prompts are too long for the promise on any device, and more devices do nothing about it.)
     """
+    best = _share(peak, subject, _MOST)
+    return next(count for count in range(1, _MOST + 1) if _share(peak, subject, count) >= attain * best)
+
+
+def _share(peak: Features, subject: Subject, count: int) -> float:
+    """Of requests, the part expected on time with so many replicas."""
     physics, limits = physics_and_limits([subject])
-    open_rows, count = rows, 0
-    while len(open_rows) and count < most:
-        count += 1
-        prior = expect(physics, limits, traffic_of(open_rows, np.full((len(open_rows), 1), float(count))))
-        share = 1.0 / (1.0 + np.exp(-prior.log_odds[:, 0]))
-        calm = prior.shares[:, 0, :].max(axis=-1) <= _BUSY_MOST
-        open_rows = open_rows[~((share >= attain) | calm)]
-    return max(1, count)
+    prior = expect(physics, limits, traffic_of(table_of([peak]), np.array([[float(count)]])))
+    return 1.0 / (1.0 + math.exp(-float(prior.log_odds[0, 0])))

@@ -74,9 +74,7 @@ class Predictor:
     """What the world tells its policy of prompts and devices: one kind of device, all models."""
 
     def __init__(self, models: Sequence[ModelSpec], device: DeviceShape) -> None:
-        self._physics = {
-            spec.known.model: physics_of(spec.shape, device, spec.known.shards) for spec in models
-        }
+        self._physics = {spec.known.model: physics_of(spec.shape, device, spec.known.shards) for spec in models}
         self._speeds: Mapping[str, Speed] = {spec.known.model: Speed(spec, device) for spec in models}
 
     def work_s(self, model: str, tokens: int) -> float:

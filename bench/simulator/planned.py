@@ -48,9 +48,9 @@ class Backlogs:
         self.of(node).finished(request, now)
         return node
 
-    def look_again(self, node: str, what: str, now: float) -> None:
-        """Something waits for the device: it is to be looked at when it should be nearly free."""
-        due_s = max(self.of(node).start_s(now) - AHEAD_S, now + AHEAD_S)
+    def look_again(self, start_s: float, what: str, now: float) -> None:
+        """Something waits for a device that is free at start_s: it is to be looked at when it nearly is."""
+        due_s = max(start_s - AHEAD_S, now + AHEAD_S)
         if due_s < self._due_of.get(what, math.inf):
             self._due_of[what] = due_s
             heapq.heappush(self._due, (due_s, what))
@@ -136,8 +136,9 @@ class PlannedDesk:
                 why = f"{node}: {len(requests)} begin, {len(waiting)} wait for {model}"
                 actions.append(Dispatch(node, tuple(requests), why))
             if waiting:
-                for node in serving:
-                    self._backlogs.look_again(node, model, now)
+                start_s = min((self._backlogs.of(node).start_s(now) for node in serving), default=math.inf)
+                if start_s < math.inf:
+                    self._backlogs.look_again(start_s, model, now)
 
     def _picks(self, tickets: list[Ticket], nodes: list[str], now: float) -> list[tuple[str, str]]:
         """Requests to begin now, and where."""

@@ -104,6 +104,11 @@ class Prism:
         weight = sum(self._weight(name) for name in names)
         return weight / shared_bytes if shared_bytes > 0 else math.inf
 
+    def _alone(self, model: str, site: Site) -> float:
+        """KVPR of a device like this one with nothing but the model."""
+        shared_bytes = (site.pool_pages - self._yard.known[model].weight_pages) * self._page_bytes.get(site.name, 1)
+        return self._weight(model) / shared_bytes
+
     def _weight(self, model: str) -> float:
         """Tokens a second, times KV bytes of each, over the promise; an unseen model counts as one token a second."""
         one = self._models[model]
@@ -183,6 +188,8 @@ class Prism:
         for replica in sorted(movable, key=lambda one: (-self._weight(one.model), one.model)):
             model, nodes = replica.model, [self._yard.sites[name] for name in replica.nodes]
             current = max(self.kvpr(site) for site in nodes)
+            if current - max(self._alone(model, site) for site in nodes) <= _TAU_SHARE * current:
+                continue  # no other device could be better by enough, however empty
             others = [
                 site for site in self._yard.sites.values()
                 if site.name not in kept and len(site.held) < _MOST_MODELS and self._yard.fits(site, model)

@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from janus_server.sched.outlook import LEAST_TOKENS, SURE
+from janus_server.sched.outlook import SURE
 from janus_server.sched.turn import PATIENCE
 
-from .physics import Speed
-
-_ROUNDS: Final = 24
+_ROUNDS: Final = 8
 # Who is passed over too often goes first whatever is due: prompts never get less of the time.
 _LEAST_LEFT: Final = 0.1
 
@@ -50,9 +48,11 @@ def rates(asks: Sequence[Ask], spare_s: float) -> Rates:
     if len(asks) == 1:
         ask = asks[0]
         return Rates([1.0 / ask.step_s], SURE * max(0.0, ask.pace_s - ask.step_s), ask.step_s)
-    if not any(ask.prompts for ask in asks):
+    if not any([ask.prompts for ask in asks]):
         return _paced(asks)
-    prompting = turns_of(asks)
+    prompting, starving = turns_of(asks), _starving(asks)
+    if starving:
+        return Rates(_passed_over(asks, starving), 0.0, 0.0)
     if spare_s > 0.0:
         round_s = sum(asks[i].step_s for i in prompting)
         return Rates([1.0 / round_s if i in prompting else 0.0 for i in range(len(asks))], 0.0, 0.0)
@@ -70,34 +70,50 @@ def turns_of(asks: Sequence[Ask]) -> list[int]:
         return both
     passed_s = PATIENCE * sum(asks[i].step_s for i in both) / len(both)
     due_s = min(asks[i].pace_s for i in both)
-    return both + [i for i in prompting if not asks[i].decodes and (asks[i].slack_s < due_s or asks[i].waited_s > passed_s)]
+    return both + [
+        i for i in prompting if not asks[i].decodes and (asks[i].slack_s < due_s or asks[i].waited_s > passed_s)
+    ]
 
 
-def chunk_tokens(speed: Speed, rows: int, context: float, start: float, budget_s: float, step_tokens: int) -> int:
-    """Tokens of prompts that a step of at most budget_s has room for, but never less than the smallest chunk."""
-    room = max(1, step_tokens - rows)
-    if budget_s == math.inf:
-        return room
-    spare_s = budget_s - speed.fixed_s - rows * (speed.token_s + speed.wire_s) - context * speed.pair_s
-    most = spare_s / (speed.token_s + speed.wire_s + start * speed.pair_s)
-    if most >= room:
-        return room
-    least = min((speed.dense_s + speed.fixed_s) / speed.token_s, room // 8)
-    return min(room, max(LEAST_TOKENS, int(least), int(most)))
+def _starving(asks: Sequence[Ask]) -> list[int]:
+    """Models with nothing but prompts that are late already, whose shortest step does not fit what the streams of
+    others can spare: only that they are passed over too often lets them in."""
+    late = [i for i, ask in enumerate(asks) if ask.prompts and not ask.decodes and ask.slack_s < 0.0]
+    if not late:
+        return []
+    spare_s, before_s = math.inf, 0.0
+    for pace_s, step_s in sorted((ask.pace_s, ask.step_s) for ask in asks if ask.decodes):
+        before_s += step_s
+        spare_s = min(spare_s, pace_s - before_s)
+    return [i for i in late if asks[i].least_s > SURE * spare_s]
+
+
+def _passed_over(asks: Sequence[Ask], starving: Sequence[int]) -> list[float]:
+    """One step of each that starves to so many of the others, which go on as if they were alone."""
+    others = [ask for i, ask in enumerate(asks) if i not in starving]
+    shares = iter(rates(others, 0.0).steps)
+    found = [0.0 if i in starving else next(shares) for i in range(len(asks))]
+    each = sum(found) / PATIENCE
+    return _busy(asks, [each if i in starving else rate for i, rate in enumerate(found)])
 
 
 def _paced(asks: Sequence[Ask]) -> Rates:
-    """Nobody has prompts: periods of pace less x, where x makes the device just busy; where x is below 0 some are late."""
-    round_s = sum(ask.step_s for ask in asks)
-    if sum(ask.step_s / ask.pace_s for ask in asks) > 1.0:
+    """Nobody has prompts: periods of pace less x, where x makes the device just busy; where x is below 0 some are late.
+
+    Newton's method on the inverse of how busy it is, which is straight where all paces are the same.
+    """
+    steps = [(ask.step_s, ask.pace_s) for ask in asks]
+    round_s = sum([step_s for step_s, _ in steps])
+    if sum([step_s / pace_s for step_s, pace_s in steps]) > 1.0:
         return Rates(_late(asks), 0.0, round_s)
-    low, high = 0.0, min(ask.pace_s for ask in asks)
+    x, most = 0.0, min([pace_s for _, pace_s in steps]) - 1e-6
     for _ in range(_ROUNDS):
-        x = (low + high) / 2.0
-        busy = sum(ask.step_s / max(ask.pace_s - x, 1e-9) for ask in asks)
-        low, high = (x, high) if busy <= 1.0 else (low, x)
-    found = [1.0 / max(ask.pace_s - low, ask.step_s) for ask in asks]
-    return Rates(_busy(asks, found), SURE * low, round_s)
+        shares = [(step_s / (pace_s - x), pace_s - x) for step_s, pace_s in steps]
+        busy = sum([share for share, _ in shares])
+        if abs(1.0 - busy) < 1e-4:
+            break
+        x = min(max(x + busy * (1.0 - busy) / sum([share / left_s for share, left_s in shares]), 0.0), most)
+    return Rates(_busy(asks, [1.0 / max(pace_s - x, step_s) for step_s, pace_s in steps]), SURE * x, round_s)
 
 
 def _late(asks: Sequence[Ask]) -> list[float]:
@@ -133,5 +149,5 @@ def _beside_prompts(asks: Sequence[Ask], prompting: Sequence[int]) -> list[float
 
 def _busy(asks: Sequence[Ask], found: list[float]) -> list[float]:
     """The same in proportion, so that the device is just busy."""
-    total = sum(rate * ask.step_s for rate, ask in zip(found, asks, strict=True))
+    total = sum([rate * ask.step_s for rate, ask in zip(found, asks, strict=True)])
     return [rate / total for rate in found]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from janus_server.errors import BadConfig
 from janus_server.orders import Action, Order, Stage
 from janus_server.sched.brain import Brain
 
@@ -23,13 +24,18 @@ _BATCH: Final = 4096
 
 
 class Record:
-    """A Recorder. closed_s is None while the run goes on; used_s are seconds that devices spent on each model's steps,
-    empty where nobody told; took_s is what the run took of ours."""
+    """A Recorder. What came before since_s is not counted, so that a cluster that starts with nothing need not be
+    judged by that; pictures show it. closed_s is None while the run goes on; used_s are seconds that devices spent on
+    each model's steps, empty where nobody told; took_s is what the run took of ours."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.tallies = Tallies(scenario)
-        self.timeline = Timeline(scenario)
+    def __init__(self, scenario: Scenario, since_s: float = 0.0) -> None:
+        if not 0.0 <= since_s < max(scenario.duration_s, 1e-9):
+            raise BadConfig(
+                f"scenario {scenario.name} lasts {scenario.duration_s:g} s: nothing comes from {since_s:g} s on"
+            )
+        self.scenario, self.since_s = scenario, since_s
+        self.tallies = Tallies(scenario, since_s)
+        self.timeline = Timeline(scenario, since_s)
         self.decisions = Decisions(scenario.duration_s)
         self.closed_s: float | None = None
         self.took_s = 0.0

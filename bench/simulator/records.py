@@ -78,7 +78,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """calls are made anew for each run (the same each time), rising in time; duration_s is when the last may come.
 
-    subjects are by model: what the oracle is told before anything is observed.
+    subjects are by model: what the oracle is told before anything is observed. copies are by node: the models of which
+    its host memory holds a copy from the start.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     subjects: Mapping[str, Subject]
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    copies: Mapping[str, tuple[str, ...]] = {}
 
 
 class Policy(Protocol):

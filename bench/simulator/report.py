@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from janus_server.errors import BadConfig
 
 from . import figures, html
+from .columns import COLUMNS, best_of, cell, seconds, share
 from .recorder import Record
 from .summary import summarise
-from .columns import COLUMNS, best_of, cell, seconds, share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from janus_server.sched.oracle_records import Fitted
-from janus_server.units import format_seconds
 
 from .batching import Rules, longest_tokens
 from .constants import LINKS
@@ -46,8 +45,8 @@ def run(
     fit: Callable[[Policy, str], Fitted | None] | None = None,
     watch: Callable[[Seen], None] | None = None,
 ) -> Summary:
-    """rules are those of the devices. BadConfig before anything happens where the scenario makes no sense, Bug where the
-    policy breaks its contract."""
+    """rules are those of the devices. BadConfig before anything happens where the scenario makes no sense, Bug where
+    the policy breaks its contract."""
     check(scenario)
     began_s = time.perf_counter()
     world = World(scenario, policy, device, physics_of(scenario, rules), recorder, fit, watch)
@@ -67,6 +66,12 @@ def physics_of(scenario: Scenario, rules: Rules = Rules()) -> Physics:  # noqa: 
         held = [longest_tokens(spec, node, rules) for node in kinds]
         longest[name] = min((tokens for tokens in held if tokens), default=0)
     return Physics(Ways(models, LINKS), predictor.work_s, predictor.shares, longest.__getitem__)
+
+
+def clock(seconds: float) -> str:
+    """7384.2 → "2:03:04"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class Bar:
@@ -93,9 +98,9 @@ class Bar:
         rest_s = max(0.0, self._duration_s - seen.now_s) / max(speed, 1e-9)
         bar = "█" * filled + "░" * (24 - filled)
         return (
-            f"{self._name:<14} {bar} {format_seconds(seen.now_s):>9} of {format_seconds(self._duration_s)}  "
+            f"{self._name:<14} {bar} {clock(seen.now_s):>8} of {clock(self._duration_s)}  "
             f"{speed:,.0f} s/s  {seen.came / max(took_s, 1e-9):,.0f} requests/s  {seen.waiting} under way  "
-            f"{format_seconds(rest_s)} left  "
+            f"{clock(rest_s)} left  "
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From a TOML file, or the name of a built-in one, to a `Scenario`: the cluster, its models and applications, its calls.
+"""From a TOML file, or the name of a built-in one, to a `Scenario`: its cluster, models, applications and calls.
 
 `read` is what the command calls. All that can be wrong with a scenario is said here, before anything runs: unknown keys
 and models, a model that fits no device, a cluster without room, a trace that is none. Nothing is run here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,7 +25,7 @@ from ..traces import open_text
 from . import generator, lengths, models
 from .blocks import Blocks, Calls, merged, sliced
 from .generator import REQUESTS, AppLoad, Burst, Tide
-from .records import AppSpec, Fault, FaultKind, NodeSpec, Scenario
+from .records import AppSpec, Fault, FaultKind, ModelSpec, NodeSpec, Scenario
 from .spec import Hosts, Spec, load
 from .workload import Chosen, Mapped, Split, check, check62, mapped, requests62
 
@@ -62,9 +63,11 @@ def read(source: str, seed: int, options: Mapping[str, str]) -> Scenario:
     calls = Calls(sources[0] if len(sources) == 1 else lambda: merged([make() for make in sources]))
     if not any(block.n for block in calls.blocks()):
         raise BadConfig(f"scenario {spec.name}: no request lies in the chosen part of the workload")
+    nodes, copies = _host_memory(spec, nodes, known)
     return Scenario(
         name=spec.name, nodes=nodes, models=known, apps=apps, calls=calls, duration_s=spec.workload.duration_s,
         subjects=models.subjects(known, apps, models.smallest(nodes).shape), faults=_faults(spec, nodes), seed=seed,
+        copies=copies,
     )  # fmt: skip
 
 
@@ -91,9 +94,9 @@ def _alike(hosts: Hosts, first: int, page_bytes: int) -> Iterable[NodeSpec]:
             f"{shape.name} with {format_bytes(int(shape.memory_bytes))} has no room for models beside "
             f"{format_bytes(int(shape.activation_bytes))} of activations"
         )
-    host_bytes = _bytes(hosts.host_memory, "host_memory") // hosts.devices
+    host_bytes = _bytes(hosts.host_memory, "host_memory")
     for number in range(first, first + hosts.hosts):
-        host = f"h{number:03d}"
+        host = _host(number)
         for device in range(hosts.devices):
             yield NodeSpec(
                 name=f"{host}d{device:02d}", host=host, domain=hosts.domain or host, shape=shape,
@@ -101,11 +104,55 @@ def _alike(hosts: Hosts, first: int, page_bytes: int) -> Iterable[NodeSpec]:
             )  # fmt: skip
 
 
+def _host_memory(
+    spec: Spec, nodes: Sequence[NodeSpec], known: Sequence[ModelSpec]
+) -> tuple[tuple[NodeSpec, ...], dict[str, tuple[str, ...]]]:
+    """What each node may keep in its host's memory, and what is there from the start.
+
+    Devices of one host read the same copy. Where one of each model fits in its memory, none has to be kept within a
+    part of it; otherwise each device has its part, as if nothing were shared.
+    """
+    together = sum(model.known.host_bytes * model.known.shards for model in known)
+    devices = Counter(node.host for node in nodes)
+    warm = _warm_hosts(spec)
+    made, copies = [], {}
+    for node in nodes:
+        part = node.host_bytes if together <= node.host_bytes else node.host_bytes // devices[node.host]
+        made.append(msgspec.structs.replace(node, host_bytes=part))
+        if node.host in warm:
+            copies[node.name] = _fitting(known, part)
+    return tuple(made), copies
+
+
+def _warm_hosts(spec: Spec) -> frozenset[str]:
+    names, first = set(), 0
+    for hosts in (spec.cluster, *spec.cluster.more):
+        names |= {_host(first + i) for i in range(hosts.hosts)} if hosts.warm else set()
+        first += hosts.hosts
+    return frozenset(names)
+
+
+def _fitting(known: Sequence[ModelSpec], room_bytes: int) -> tuple[str, ...]:
+    """As many as fit, in order."""
+    kept = []
+    for model in known:
+        if model.known.host_bytes <= room_bytes:
+            room_bytes -= model.known.host_bytes
+            kept.append(model.known.model)
+    return tuple(kept)
+
+
+def _host(number: int) -> str:
+    return f"h{number:03d}"
+
+
 def _device(hosts: Hosts) -> DeviceShape:
     by_name = {shape.name: shape for shape in DEVICES}
     shape = by_name.get(hosts.kind)
     if shape is None:
-        raise BadConfig(f"no device is named {hosts.kind!r}: there are {', '.join(by_name)}{nearest(hosts.kind, by_name)}")
+        raise BadConfig(
+            f"no device is named {hosts.kind!r}: there are {', '.join(by_name)}{nearest(hosts.kind, by_name)}"
+        )
     if hosts.memory is None:
         return shape
     return msgspec.structs.replace(shape, memory_bytes=float(_bytes(hosts.memory, "memory")))
@@ -129,7 +176,7 @@ def _asked(spec: Spec, seed: int) -> _Asked:
     if work.source == "workload62":
         folder = Path(work.folder) if work.folder else FOLDER
         recorded, chosen = _recorded(folder, spec)
-        check62(folder, len(chosen.index))
+        check62(folder, len(chosen.numbers), spec.memory.context_tokens)
         loads += recorded
         shapes |= models.of_folder(folder)
         sources.append(lambda: sliced(requests62(folder, chosen, seed), work.start_s, work.duration_s))
@@ -148,7 +195,7 @@ def _asked(spec: Spec, seed: int) -> _Asked:
         sources.append(lambda: generator.blocks(made, seed, work.start_s, work.duration_s))
     names = [app.name for app in made]
     for number, trace in enumerate(_traces(spec, names)):
-        check(trace, names)
+        check(trace, names, spec.memory.context_tokens)
         sources.append(_trace_source(trace, names, seed + number, work.duration_s))
     for entry in spec.models:
         if entry.like or entry.params_b is not None:
@@ -163,7 +210,11 @@ def _trace_source(trace: Mapped, names: Sequence[str], seed: int, duration_s: fl
 
 def _generated(spec: Spec) -> list[AppLoad]:
     work = spec.workload
-    found = list(generator.shape62(REQUESTS * work.factor))
+    most = _most(spec)
+    found = [
+        app._replace(input=lengths.cut(app.input, most[0]), output=lengths.cut(app.output, most[1]))
+        for app in generator.shape62(REQUESTS * work.factor)
+    ]
     found = [found[i] for i in dict.fromkeys(work.apps)] if work.apps else found
     _check_names(work.rates, found, "workload.rates")
     found = [app._replace(per_second=app.per_second * work.rates.get(app.name, 1.0)) for app in found]
@@ -217,9 +268,13 @@ def _split(spec: Spec) -> list[AppLoad]:
 
 
 def _lengths(text: str, spec: Spec) -> tuple[lengths.Lengths, lengths.Lengths]:
-    """Cut so that prompt and answer fit in the context: a fifth of it is the answer's."""
+    return lengths.named(text, _most(spec))
+
+
+def _most(spec: Spec) -> tuple[int, int]:
+    """Tokens of a prompt and of an answer, so that both fit in the context: a fifth of it is the answer's."""
     context = spec.memory.context_tokens
-    return lengths.named(text, (max(1, context * 4 // 5), max(1, context // 5)))
+    return max(1, context * 4 // 5), max(1, context // 5)
 
 
 def _changed(loads: Sequence[AppLoad], spec: Spec) -> Iterable[AppLoad]:
@@ -227,7 +282,7 @@ def _changed(loads: Sequence[AppLoad], spec: Spec) -> Iterable[AppLoad]:
     work = spec.workload
     _check_names([burst.app for burst in work.bursts], loads, "workload.bursts")
     _check_names(work.models, loads, "workload.models")
-    tide = work.tide and Tide(work.tide.cycles, work.tide.amplitude, work.duration_s)
+    tide = None if work.tide is None else Tide(work.tide.cycles, work.tide.amplitude, work.duration_s)
     for app in loads:
         mine = tuple(Burst(work.start_s + burst.at_s, burst.multiple, burst.ramp_s, burst.hold_s)
                      for burst in sorted(work.bursts, key=lambda b: b.at_s) if burst.app == app.name)  # fmt: skip

@@ -27,14 +27,16 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Alike hosts. devices are those of one host, host_memory is what each has for copies of weights. memory: of a
-    device, instead of its data sheet's. domain: hosts of the same name have fast links to each other; "" stands for a
-    domain for each host."""
+    """Alike hosts. devices are those of one host, host_memory is what it has for copies of weights. warm: copies are
+    there from the start, as in the published system, where every engine begins with all models in host memory. memory:
+    of a device, instead of its data sheet's. domain: hosts of the same name have fast links to each other; "" stands
+    for a domain for each host."""
 
     hosts: Annotated[int, Meta(ge=1, le=10_000)] = 1
     devices: Annotated[int, Meta(ge=1, le=1024)] = 8
     kind: str = "Ascend 910C die"
     host_memory: str | int = "2400GB"
+    warm: bool = True
     memory: str | int | None = None
     domain: str = "one"
 
@@ -90,8 +92,9 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     split and traces say.
 
     factor: times the requests. apps: numbers of those of the 62 that take part, none: all. rates: times the requests of
-    single applications, by name. equal: requests a second of each, whatever it had; models: instead of its own, by application. flat: neither daily curve nor drawn
-    bursts. jitter_s: how far copies of a recorded request are from it.
+    single applications, by name. equal: requests a second of each, whatever it had. models: other models than its own,
+    by application. flat: neither daily curve nor drawn bursts. jitter_s: how far copies of a recorded request are from
+    it.
     """
 
     source: Literal["generator", "workload62", "apps"] = "generator"
@@ -144,8 +147,8 @@ class MemorySpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """shards: instead of as few as fit. A model that is not built in has the dimensions of the one it is like, or brings
-    its own, as columns of models.csv."""
+    """shards: instead of as few as fit. A model that is not built in has the dimensions of the one it is like, or
+    brings its own, as columns of models.csv."""
 
     name: Name
     like: str = ""
@@ -227,7 +230,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _put(document: dict[str, Any], key: str, text: str) -> None:
-    """"workload.factor" and "2". What is no TOML value is taken as text."""
+    """One option, such as "workload.factor" and "2". What is no TOML value is taken as text."""
     section, dot, name = SHORT.get(key, key).rpartition(".")
     sections = [f.name for f in msgspec.structs.fields(Spec) if isinstance(f.type, type)]
     if section not in ("", *sections) or not (dot or name in ("name", "about")):

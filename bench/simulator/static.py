@@ -24,6 +24,7 @@ class Static:
         self._yard, self._needs_of = yard, needs
         self._needs: Mapping[str, int] = {}
         self._targets: dict[str, int] | None = None
+        self._devices = 0
 
     def came(self, tickets: tuple[Ticket, ...], now: float) -> None:
         for ticket in tickets:
@@ -46,11 +47,13 @@ class Static:
     def round(self, now: float) -> bool:
         if self._targets is None:
             self._needs = self._needs_of()
+        if len(self._yard.sites) > self._devices:
+            self._devices = len(self._yard.sites)
             shards = {model: known.shards for model, known in self._yard.known.items()}
             able = {model: need for model, need in self._needs.items() if model in shards and self._yard.able(model)}
-            self._targets = shared_out(able, shards, len(self._yard.sites))
+            self._targets = shared_out(able, shards, self._devices)
         self._fill(now)
-        return any(self._yard.barred(model, now) for model in self._targets)
+        return any(self._yard.barred(model, now) for model in self._targets or ())
 
     def _fill(self, now: float) -> None:
         """The largest first: what is cut into many shards needs a whole host."""

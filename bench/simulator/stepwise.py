@@ -1,4 +1,4 @@
-"""A node in the `step` fidelity: the real batchers, turns and page pool, with imaginary tokens and steps of known length.
+"""A node in the `step` fidelity: the real batchers, turns and page pool, imaginary tokens, steps of known length.
 
 Everything that the live device thread decides is decided by the same code here (`sched.batcher`, `sched.turn`,
 `sched.scarcity`, `kv`); only what a step takes is the roofline's. `devices.make` makes it, `world` drives it. It costs
@@ -41,9 +41,7 @@ class _Engine:
 class Stepwise:
     """See `records.Device`. A step that has begun ends as it was planned; calls that come meanwhile join the next."""
 
-    def __init__(
-        self, node: NodeSpec, models: Sequence[ModelSpec], promises: Sequence[Promised], rules: Rules
-    ) -> None:
+    def __init__(self, node: NodeSpec, models: Sequence[ModelSpec], promises: Sequence[Promised], rules: Rules) -> None:
         self._node, self._promises, self._rules = node, promises, rules
         self._models = {spec.known.model: spec for spec in models}
         self._speeds = {name: Speed(spec, node.shape) for name, spec in self._models.items()}

@@ -37,6 +37,7 @@ def summarise(record: Record, bursts_s: Sequence[float] = ()) -> dict[str, Any]:
         "scenario": scenario.name,
         "seed": scenario.seed,
         "duration_s": scenario.duration_s,
+        "since_s": record.since_s,
         "closed_s": record.closed_s,
         "took_s": record.took_s,
         "nodes": len(scenario.nodes),
@@ -45,7 +46,9 @@ def summarise(record: Record, bursts_s: Sequence[float] = ()) -> dict[str, Any]:
         "applications": apps,
         "models": {model: _group(record, own) for model, own in models.items()},
         "tail": {"applications": len(pooled), "fewer_than": TAIL_REQUESTS, **_group(record, pooled)},
-        "failures": {why: r._asdict() for why, r in sorted(tallies.reasons.items(), key=lambda item: -item[1].count)},
+        "failures": {
+            why: r._asdict() for why, r in sorted(tallies.reasons.items(), key=lambda item: -item[1].requests)
+        },
         "devices": _devices(record),
         "decisions": dict(sorted(record.decisions.counts.items(), key=lambda item: -item[1])),
         "transitions": _transitions(record),
@@ -91,7 +94,7 @@ def _group(record: Record, apps: list[int]) -> dict[str, Any]:
     """The figures of some applications together."""
     tallies = record.tallies
     parts = tallies.counts[apps].sum(axis=(0, 1))
-    span_s = max(record.scenario.duration_s, 1e-9)
+    span_s = _span_s(record)
     ins, outs, ended_outs, good_outs = (int(x) for x in tallies.tokens[apps].sum(axis=0))
     return {
         "requests": int(parts[Part.CAME]),
@@ -126,6 +129,11 @@ def _hour(record: Record, hour: int) -> dict[str, Any]:
             "attainment": shares(parts)}  # fmt: skip
 
 
+def _span_s(record: Record) -> float:
+    """Of what is counted."""
+    return max(record.scenario.duration_s - record.since_s, 1e-9)
+
+
 def _worst(hours: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """The least of each share over the hours, of all requests."""
     least: dict[str, float | None] = {}
@@ -149,10 +157,9 @@ def _times(histograms: np.ndarray, sums_s: np.ndarray, most_s: np.ndarray) -> di
 def _devices(record: Record) -> dict[str, Any]:
     """A device counts while it holds a model that is Active, on its way or being drained."""
     line, nodes = record.timeline, len(record.scenario.nodes)
-    span_s = max(record.scenario.duration_s, 1e-9)
+    span_s = _span_s(record)
     mean = line.held_s / span_s
     used_s = sum(record.used_s.values())
-    held_s = line.held_s + line.tail_s
     return {
         "device_hours": line.held_s / HOUR_S,
         "device_hours_after_the_trace": line.tail_s / HOUR_S,
@@ -160,8 +167,8 @@ def _devices(record: Record) -> dict[str, Any]:
         "peak": line.most,
         "cluster": nodes,
         "share_of_cluster": _per(mean, nodes),
-        # Steps' seconds over the seconds that devices were held; unknown where nobody counted steps.
-        "busy": _per(used_s, held_s) if record.used_s else None,
+        # Steps' seconds over the seconds that devices were held, of the whole run; unknown where nobody counted steps.
+        "busy": _per(used_s, line.all_s) if record.used_s else None,
         "busy_s_by_model": dict(record.used_s),
     }
 
@@ -169,7 +176,7 @@ def _devices(record: Record) -> dict[str, Any]:
 def _transitions(record: Record) -> list[dict[str, Any]]:
     """How long models took to come and go, by verb and model."""
     rows = sorted(record.decisions.took.items())
-    return [{"verb": verb, "model": model, "count": t.count, "mean_s": t.sum_s / t.count, "least_s": t.least_s,
+    return [{"verb": verb, "model": model, "count": t.times, "mean_s": t.sum_s / t.times, "least_s": t.least_s,
              "most_s": t.most_s} for (verb, model), t in rows]  # fmt: skip
 
 
@@ -189,13 +196,15 @@ def _notes(record: Record, found: dict[str, Any]) -> list[str]:
     said = []
     if record.closed_s is None:
         said.append("the run did not come to its end: these are the figures so far")
+    if record.since_s:
+        said.append(f"requests and devices are counted from second {record.since_s:g} on")
     if not found["requests"]:
         said.append("no request came")
     unended = found["requests"] - found["ended"]
     if unended:
         kinds: dict[str, int] = {}
         for why, reason in record.tallies.reasons.items():
-            kinds[why.partition(":")[0]] = kinds.get(why.partition(":")[0], 0) + reason.count
+            kinds[why.partition(":")[0]] = kinds.get(why.partition(":")[0], 0) + reason.requests
         parts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
         said.append(f"{unended:,} of {found['requests']:,} requests did not get all their tokens: {parts}")
     served = {m for m, own in found["models"].items() if own["ended"]}

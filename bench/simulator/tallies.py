@@ -1,8 +1,8 @@
 """What came of requests, counted: per application and hour, per second of the run, and how long they waited.
 
-`recorder` hands over outcomes in batches, `summary` reads the arrays. Memory depends on applications and on the length of
-the run, never on the number of requests. Lengths of time are kept in buckets that are 2 % wide, so that a percentile is
-within 1 % of the true one; means and maxima are exact. All times count by when a request came.
+`recorder` hands over outcomes in batches, `summary` reads the arrays. Memory depends on applications and on the length
+of the run, never on the number of requests. Lengths of time are kept in buckets that are 2 % wide, so that a percentile
+is within 1 % of the true one; means and maxima are exact. All times count by when a request came.
 """
 
 from __future__ import annotations
@@ -57,16 +57,18 @@ class Late(NamedTuple):
 class Reason(NamedTuple):
     """Why requests did not end: how many, and one of them."""
 
-    count: int
+    requests: int
     example: int
 
 
 class Tallies:
     """counts [applications, hours, parts], seconds [seconds, parts], heat [applications, columns, 2: came, good];
-    waits and paces are histograms [applications, buckets] of TTFT and TPOT."""
+    waits and paces are histograms [applications, buckets] of TTFT and TPOT. Requests that came before since_s are left
+    out of everything."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, since_s: float = 0.0) -> None:
         apps, span_s = len(scenario.apps), max(1.0, scenario.duration_s)
+        self._since_s = since_s
         self.hours = max(1, math.ceil(span_s / HOUR_S))
         self.second_s = max(1.0, span_s / _MOST_SECONDS)
         self.column_s = max(1.0, span_s / _HEAT_COLUMNS)
@@ -85,6 +87,8 @@ class Tallies:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """A batch; the arrays are true again when it returns."""
+        if self._since_s > 0.0:
+            outcomes = [outcome for outcome in outcomes if outcome.call.at_s >= self._since_s]
         if not outcomes:
             return
         calls, ttfts, tpots, _, _, whys = zip(*outcomes, strict=True)
@@ -138,7 +142,7 @@ class Tallies:
         if why not in self.reasons and len(self.reasons) >= _REASONS:
             why = f"{why.partition(':')[0]}: other reasons"
         known = self.reasons.get(why, Reason(0, call))
-        self.reasons[why] = Reason(known.count + 1, known.example)
+        self.reasons[why] = Reason(known.requests + 1, known.example)
 
 
 def percentile_s(histogram: np.ndarray, percent: float) -> float | None:
@@ -165,4 +169,5 @@ def by_model(scenario: Scenario) -> Mapping[str, list[int]]:
 
 
 def _index(at_s: np.ndarray, width_s: float, most: int) -> np.ndarray:
-    return np.clip((at_s / width_s).astype(int), 0, most - 1)
+    index: np.ndarray = np.clip((at_s / width_s).astype(int), 0, most - 1)
+    return index

@@ -29,17 +29,18 @@ class Timeline:
     """Levels are, in order: devices held, devices that serve, devices by model (one that holds several counts to each
     in part), replicas by model, devices by pool.
 
-    held_s are device-seconds within the trace's time, tail_s those after it. ask_pools tells the pool of each model,
+    held_s are device-seconds from since_s to the end of the trace, tail_s those after it, all_s
+    those of the whole run. ask_pools tells the pool of each model,
     where the policy has any.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, since_s: float = 0.0) -> None:
         self.models = tuple(spec.known.model for spec in scenario.models)
         self.pool_names: list[str] = []
         self.width_s = max(_LEAST_S, scenario.duration_s / _BINS)
-        self.held_s = self.tail_s = 0.0
+        self.held_s = self.tail_s = self.all_s = 0.0
         self.most = 0
-        self._end_s = scenario.duration_s
+        self._since_s, self._end_s = since_s, scenario.duration_s
         self._at = {model: i for i, model in enumerate(self.models)}
         self._shards = [max(1, spec.known.shards) for spec in scenario.models]
         count = len(self.models)
@@ -57,7 +58,7 @@ class Timeline:
     def moment(self, now: float, held: int) -> None:
         self._pass(now)
         self._level[_HELD] = held
-        self.most = max(self.most, held)
+        self.most = max(self.most, held) if now >= self._since_s else 0
         if self.ask_pools is not None and now >= self._asked_s + _ASK_POOLS_S:
             self._asked_s = now
             self._ask(self.ask_pools())
@@ -132,9 +133,9 @@ class Timeline:
         if now <= self._now:
             return
         held = float(self._level[_HELD])
-        inside_s = max(0.0, min(now, self._end_s) - self._now)
-        self.held_s += held * inside_s
-        self.tail_s += held * (now - self._now - inside_s)
+        self.all_s += held * (now - self._now)
+        self.held_s += held * max(0.0, min(now, self._end_s) - max(self._now, self._since_s))
+        self.tail_s += held * max(0.0, now - max(self._now, self._end_s))
         for k, name in enumerate(self.pool_names):
             self._level[self._replicas.stop + k] = self._masks[name] @ self._level[self._shares]
         while now > 2 * _BINS * self.width_s:

@@ -47,10 +47,10 @@ class Mapped(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What is kept of workload62: for each of its applications its new index (below 0: none), how many times its
+    """What is kept of workload62: for each of its applications its new number (below 0: none), how many times its
     requests come, and how far copies may be from them."""
 
-    index: Ints
+    numbers: Ints
     factors: Floats
     jitter_s: Floats
 
@@ -58,10 +58,10 @@ class Chosen(NamedTuple):
 def requests62(folder: Path, chosen: Chosen, seed: int) -> Blocks:
     """The day of the trace workload62, from its start on."""
     rows = max(256, int(_BLOCK / max(1.0, float(chosen.factors.max(initial=1.0)))))
-    source = _rows62(folder / "requests.csv.gz", len(chosen.index), rows)
-    kept = (block.part(chosen.index[block.app] >= 0) for block in source)
+    source = _rows62(folder / "requests.csv.gz", len(chosen.numbers), rows)
+    kept = (block.part(chosen.numbers[block.app] >= 0) for block in source)
     copies = repeated(kept, chosen.factors, chosen.jitter_s, seed)
-    return (block._replace(app=chosen.index[block.app]) for block in copies)
+    return (block._replace(app=chosen.numbers[block.app]) for block in copies)
 
 
 def mapped(trace: Mapped, names: Sequence[str], seed: int) -> Blocks:
@@ -74,16 +74,28 @@ def mapped(trace: Mapped, names: Sequence[str], seed: int) -> Blocks:
             yield late._replace(at_s=late.at_s - trace.start_s)
 
 
-def check62(folder: Path, apps: int) -> None:
+def check62(folder: Path, apps: int, most_tokens: int) -> None:
     """Read all of it once, so that what is wrong is said before anything runs."""
-    for _ in _rows62(folder / "requests.csv.gz", apps, _BLOCK):
-        pass
+    path = folder / "requests.csv.gz"
+    _check(path, _rows62(path, apps, _BLOCK), most_tokens)
 
 
-def check(trace: Mapped, names: Sequence[str]) -> None:
+def check(trace: Mapped, names: Sequence[str], most_tokens: int) -> None:
     """The same for a mapped trace."""
-    for _ in _rows_of(trace, names, 0):
-        pass
+    _check(trace.path, _rows_of(trace, names, 0), most_tokens)
+
+
+def _check(path: Path, blocks: Blocks, most_tokens: int) -> None:
+    passed = 0
+    for block in blocks:
+        tokens = block.inputs + block.outputs
+        if tokens.max() > most_tokens:
+            at = int(np.argmax(tokens > most_tokens))
+            raise BadConfig(
+                f"{path}: request {passed + at + 1} has {tokens[at]} tokens, prompt and answer, where a sequence has "
+                f"{most_tokens} at most; raise memory.context_tokens"
+            )
+        passed += block.n
 
 
 def repeated(source: Iterable[Block], factors: Floats, jitter_s: Floats, seed: int) -> Blocks:

@@ -132,7 +132,9 @@ class World:
 
     def run(self) -> None:
         """From the first moment to the last."""
-        for node in self._cluster.nodes.values():
+        for name, node in self._cluster.nodes.items():
+            for model in self._scenario.copies.get(name, ()):
+                self._cluster.keep_copy(node, model)
             self._join(node)
         self._tell(Observed({}, dict(self._scenario.subjects)))
         for fault in self._scenario.faults:
@@ -293,7 +295,11 @@ class World:
 
     def _join(self, node: Node) -> None:
         spec = node.spec
-        self._tell(Joined(spec.name, spec.pool_pages, spec.host_bytes, self._known, host=spec.host, domain=spec.domain))
+        pool, host = spec.pool_pages, spec.host_bytes
+        self._tell(Joined(spec.name, pool, host, self._known, host=spec.host, domain=spec.domain))
+        for name, held in node.held.items():
+            if held.copy:  # no other event says that a host holds a copy
+                self._tell(Lost(spec.name, name, held.stage, True))
 
     def _fault(self, fault: Fault) -> None:
         self._faults -= 1
@@ -328,9 +334,6 @@ class World:
         for node in self._cluster.nodes.values():
             if node.alive:
                 self._join(node)
-                for name, held in node.held.items():
-                    if held.copy:
-                        self._tell(Lost(node.spec.name, name, held.stage, True))
                 self._tell(self._teller.report(node, self._agenda.now))
         self._tell(Observed({}, dict(self._scenario.subjects)))
         self._desk.forget()
@@ -350,6 +353,15 @@ def check(scenario: Scenario) -> None:
             raise BadConfig(f"{scenario.name}: a fault strikes {fault.node or 'no node'}, which is not there")
         if not (0.0 <= fault.at_s and 0.0 <= fault.lasts_s < float("inf")):
             raise BadConfig(f"{scenario.name}: a fault at {fault.at_s:g} s lasts for {fault.lasts_s:g} s")
+    for name, copies in scenario.copies.items():
+        node = next((node for node in scenario.nodes if node.name == name), None)
+        if node is None or not models.issuperset(copies):
+            raise BadConfig(
+                f"{scenario.name}: {name} is to hold copies of {', '.join(copies)}: one of these is not there"
+            )
+        sizes = [spec.known.host_bytes for spec in scenario.models if spec.known.model in copies]
+        if len(set(copies)) < len(copies) or sum(sizes) > node.host_bytes:
+            raise BadConfig(f"{scenario.name}: {name} has no host memory for copies of {', '.join(copies)}")
     _check_room(scenario)
 
 

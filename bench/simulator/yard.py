@@ -59,6 +59,7 @@ class Yard:
         self.refused: list[str] = []
         self._failures = Failures()
         self._able: dict[str, bool] = {}
+        self._pools: dict[str, int] = {}
         self._open: dict[int, _Open] = {}
         self._later: list[tuple[float, int, Replica]] = []
         self._numbers = 0
@@ -79,8 +80,8 @@ class Yard:
         """Whether the nodes that were ever there could hold one replica, had they nothing else."""
         if model not in self._able:
             known = self.known.get(model)
-            large = [site for site in self.sites.values() if known and pages_of([known]) <= site.pool_pages]
-            self._able[model] = known is not None and len(large) >= known.shards
+            large = sum(pages >= pages_of([known]) for pages in self._pools.values()) if known else 0
+            self._able[model] = known is not None and large >= known.shards
         return self._able[model]
 
     def fits(self, site: Site, model: str, without: Iterable[str] = ()) -> bool:
@@ -143,17 +144,17 @@ class Yard:
             case Joined(node):
                 if node in self.sites:
                     self._left(node, now)
-                self.sites[node] = Site(event)
+                self.sites[node], self._pools[node] = Site(event), event.pool_pages
                 self.known.update((known.model, known) for known in event.models)
                 self._able = {}
             case Left(node) if node in self.sites:
                 self._left(node, now)
             case Done(order) | Failed(order) if order in self._open:
                 self._close(event, self._open.pop(order), now)
-            case Lost(node, model, _, copy) if node in self.sites:
+            case Lost(node, model, stage, copy) if node in self.sites:
                 self._keep(self.sites[node], model, copy)
                 replica = self.sites[node].held.get(model)
-                if replica is not None and node not in replica.open:
+                if replica is not None and node not in replica.open and stage is not Stage.ACTIVE:
                     self._torn(replica, node, f"{model} was lost on {node}", now)
             case _:
                 pass
@@ -250,7 +251,8 @@ class Yard:
             heapq.heappush(self._later, (now + _AGAIN_S, replica.number, replica))
             return
         if order.verb is Verb.FORK and not event.lasting and replica.doomed is None:
-            self._raise(replica, self.sites[order.node], self._own(replica.model, self.sites[order.node]))
+            site = self.sites[order.node]
+            self._raise(replica, site, Path(Verb.WAKE if order.model in site.copies else Verb.LOAD, 0.0))
             return
         replica.doomed = replica.doomed or event.reason
         pause_s = self._failures.failed(order.model, event.lasting, now)
@@ -317,9 +319,6 @@ class Yard:
         for replica in list(self.of(model)):
             if replica.phase is Phase.PLANNED:
                 self._start(replica, now)
-
-    def _own(self, model: str, site: Site) -> Path:
-        return Path(Verb.WAKE if model in site.copies else Verb.LOAD, 0.0)
 
     def _raise(self, replica: Replica, site: Site, path: Path) -> None:
         source = None if path.source is None else path.source.nodes[replica.nodes.index(site.name)]

@@ -44,8 +44,10 @@ class Backlog(msgspec.Struct):
 
     def start_s(self, now_s: float) -> float:
         """When the device is expected to be free for one more prefill; never before now."""
-        expected = self.expected_s(now_s)
-        return expected[-1][1] if expected else now_s
+        end_s, correction = self.since_s, self.correction
+        for work_s in self.work_s.values():
+            end_s = max(now_s, end_s + correction * work_s)
+        return end_s if self.work_s else now_s
 
     def expected_s(self, now_s: float) -> tuple[tuple[str, float], ...]:
         """When each prefill is expected to be done. One that is overdue may be done any moment; those after it wait."""

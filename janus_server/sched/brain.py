@@ -38,8 +38,14 @@ from janus_server.sched.dispatcher import Dispatcher
 from janus_server.sched.fleet import Fleet
 from janus_server.sched.foresight import Forecast, Foresight
 from janus_server.sched.oracle_records import FitRequest, Fitted
+from janus_server.sched.placement import Note
 from janus_server.sched.room import Room
+from janus_server.sched.sound import Clock, sound
 from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
+from janus_server.units import format_seconds
+
+# A clock that goes back by less is only said to tremble.
+_JUMP_S = 1.0
 
 
 class Brain:
@@ -51,6 +57,7 @@ class Brain:
         self.settings = settings
         self.term = term
         self._orders = memory.orders
+        self._clock = Clock(memory.clock.at_s, memory.clock.lag_s)
         self._rooms = {room.node: Room(settings, room, self._number) for room in memory.rooms}
         self._open = {
             belief.order.id: room.node for room in memory.rooms for belief in room.models if belief.order is not None
@@ -66,9 +73,15 @@ class Brain:
     def on(self, event: Event, now: float) -> list[Action]:
         """What to do about `event`, which happened at `now`.
 
-        Events about nodes, models or orders nobody knows do nothing.
+        Events about nodes, models or orders nobody knows do nothing, nor does what is no number in others. Where `now`
+        goes back, time goes on here all the same.
         """
         actions: list[Action] = []
+        notes: list[Note] = []
+        now = self._read(now, notes)
+        event = sound(event, self._clock.lag_s, notes)
+        if notes:
+            self._fleet.note(notes, now, actions)
         touched = dict.fromkeys(self._hear(event, now, actions))
         while self._due and self._due[0][0] <= now:
             due_s, node = heapq.heappop(self._due)
@@ -78,8 +91,8 @@ class Brain:
         if self._fleet.due(now):
             led = dict.fromkeys(self._fleet.decide(now, actions))
             for model in self._fleet.homeless(now):
-                led.update(dict.fromkeys(self._make_room(model, now)))
-            self._plan(led, event, now, actions)
+                led.update(dict.fromkeys(self._make_room(model, now, actions)))
+            self._plan(led, None, now, actions)
         # Who is served elsewhere does not care that it cannot be had here.
         actions = [a for a in actions if not (isinstance(a, Refuse) and self._fleet.footing.held(a.model))]
         self._dispatch(event, now, actions)
@@ -89,20 +102,22 @@ class Brain:
         """When a `Tick` is due at the latest, or None when only events can change anything."""
         while self._due and not self._still_due(*self._due[0]):
             heapq.heappop(self._due)
+        now += self._clock.lag_s
         times = [self._due[0][0] if self._due else None, self._dispatcher.due_s(now), self._fleet.next_wake()]
-        return min((time for time in times if time is not None), default=None)
+        due_s = min((time for time in times if time is not None), default=None)
+        return None if due_s is None else self._clock.told(due_s)
 
     def memory(self) -> Memory:
         """What it believes now, as a copy."""
         rooms = tuple(room.memory() for room in self._rooms.values())
         return Memory(
             orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory(),
-            fleet=self._fleet.memory(),
+            fleet=self._fleet.memory(), clock=Clock(self._clock.at_s, self._clock.lag_s),
         )  # fmt: skip
 
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""
-        return self._foresight.forecast(model, now)
+        return self._foresight.forecast(model, now + self._clock.lag_s)
 
     def fit_request(self, model: str) -> FitRequest | None:
         """What a `Refit` wants fitted; None once it is answered or given up."""
@@ -126,22 +141,27 @@ class Brain:
 
     # Hearing
 
+    def _read(self, now: float, notes: list[Note]) -> float:
+        lag_s = self._clock.lag_s
+        read_s = self._clock.read(now)
+        back_s = self._clock.lag_s - lag_s
+        if back_s >= _JUMP_S:
+            notes.append(Note("clock", f"it went back by {format_seconds(back_s)}: time goes on from where it was"))
+        return read_s
+
     def _hear(self, event: Event, now: float, actions: list[Action]) -> Collection[str]:
         """Take an event in; returns the nodes whose rooms are to be looked at because of it."""
         match event:
             case Joined(node):
                 self._join(event, now)
-                return (node,)
-            case Left(node):
-                self._rooms.pop(node, None)
-                self._fleet.look(node)
-                self._fleet.joined()
-                self._open = {order: where for order, where in self._open.items() if where != node}
-                self._dispatcher.gone(node)
+                return dict.fromkeys((node, *self._seek(now, actions)))
+            case Left(node) if node in self._rooms:
+                self._leave(node)
+                return self._seek(now, actions)
             case Traffic():
-                self._hear_traffic(event, now)
+                self._hear_traffic(event, now, actions)
             case Wanted(model):
-                return self._want(model, now)
+                return self._want(model, now, actions)
             case Unwanted(model):
                 for room in self._with(model):
                     room.unwant(model)
@@ -169,7 +189,8 @@ class Brain:
             case Observed():
                 for room in self._rooms.values():
                     room.observed(event.models, now)
-                self._foresight.observed(event, now, actions)
+                known = {name: subject for name, subject in event.subjects.items() if self._fleet.knows(name)}
+                self._foresight.observed(Observed(event.models, known), now, actions)
             case Fitted():
                 self._foresight.learn(event)
             case _:  # Tick: what is due is looked at anyway
@@ -177,9 +198,11 @@ class Brain:
         return ()
 
     def _join(self, event: Joined, now: float) -> None:
-        """A node is there. What it is to load at start is wanted from now on, as far as it fits beside what is before
-        it in the catalogue, and no other node has it.
+        """A node is there; nothing is left of one that had its name before. What it is to load at start is wanted from
+        now on, as far as it fits beside what is before it in the catalogue, and no other node has it.
         """
+        if event.node in self._rooms:
+            self._leave(event.node)
         beliefs = tuple(Belief.of(known, now) for known in event.models)
         chosen: list[Belief] = []
         for belief in beliefs:
@@ -192,35 +215,50 @@ class Brain:
         room = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs,
                           host=event.host, domain=event.domain)  # fmt: skip
         self._rooms[event.node] = Room(self.settings, room, self._number)
-        self._fleet.joined()
+        self._fleet.joined(self._rooms[event.node])
 
-    def _hear_traffic(self, event: Traffic, now: float) -> None:
+    def _leave(self, node: str) -> None:
+        self._fleet.left(self._rooms.pop(node))
+        self._open = {order: where for order, where in self._open.items() if where != node}
+        self._dispatcher.gone(node)
+
+    def _seek(self, now: float, actions: list[Action]) -> Collection[str]:
+        """Where nobody else looks after them: models that requests wait for, after nodes came or went."""
+        if self._fleet.leads:
+            return ()
+        models = sorted(self._dispatcher.waiting_s())
+        return dict.fromkeys(node for model in models for node in self._want(model, now, actions))
+
+    def _hear_traffic(self, event: Traffic, now: float, actions: list[Action]) -> None:
         for ticket in event.arrived:
             self._dispatcher.arrived(ticket, now)
+            if self._rooms and not self._fleet.knows(ticket.model):
+                actions.append(Refuse(ticket.model, "no node has it", None))
         for request in event.started:
             self._dispatcher.started(request, now)
         for request in event.left:
             self._dispatcher.left(request, now)
 
-    def _want(self, model: str, now: float) -> Collection[str]:
+    def _want(self, model: str, now: float, actions: list[Action]) -> Collection[str]:
         """Have the model on one node: nothing is asked of any while one takes its requests, or was asked already.
 
         Of many nodes the fleet chooses; where it finds no room, one makes room.
         """
-        rooms = self._with(model)
-        beliefs = [room.models[model] for room in rooms]
-        if not rooms or any(one.serving or one.wanted_s is not None for one in beliefs):
+        asked = any(room.models[model].wanted_s is not None for room in self._with(model))
+        if asked or self._fleet.footing.serving(model):
             return ()
-        if self._fleet.leads:
+        if self._fleet.decides(model):
             self._fleet.call(model, now)
             return ()
-        return self._make_room(model, now)
+        return self._make_room(model, now, actions)
 
-    def _make_room(self, model: str, now: float) -> tuple[str, ...]:
+    def _make_room(self, model: str, now: float, actions: list[Action]) -> tuple[str, ...]:
         """Have the model where that takes the least ado; the nodes make room for it as soon as they may."""
-        best = sorted(self._with(model), key=lambda room: _ado(room, model))
-        shards = best[0].models[model].known.shards
+        best = self._best(model, now)
+        shards = best[0].models[model].known.shards if best else 1
         if len(best) < shards:
+            if self._rooms:  # else nodes may come
+                actions.append(Refuse(model, _few(shards, len(best)), self.settings.broken_s if best else None))
             return ()
         nodes = tuple(sorted(room.node for room in best[:shards]))
         self._fleet.adopt(model, nodes)
@@ -228,27 +266,34 @@ class Brain:
             room.want(model, now)
         return nodes
 
+    def _best(self, model: str, now: float) -> list[Room]:
+        """The nodes that have the model, that with the least ado first."""
+        return sorted(self._with(model), key=lambda room: _ado(room, model, now))
+
     def _ask(self, event: Asked, now: float) -> Answer:
         """An operator's wish, put to the nodes that it concerns; refused where one of them refuses it."""
         model, wish = event.model, event.wish
-        rooms = [room for room in self._with(model) if event.node in (None, room.node)]
+        rooms = [room for room in self._best(model, now) if event.node in (None, room.node)]
         if not rooms:
             return Answer(model, False, f"there is no node {event.node} that has {model}")
+        shards = rooms[0].models[model].known.shards
+        if wish.goal is Stage.ACTIVE and len(rooms) < shards:
+            return Answer(model, False, f"{model}: {_few(shards, len(rooms))}")
         if wish.goal is Stage.ACTIVE:
-            rooms = [min(rooms, key=lambda room: _ado(room, model))]
+            rooms = sorted(rooms[:shards], key=lambda room: room.node)
         elif wish.goal is not None:
             rooms = [room for room in rooms if room.models[model].heading is not Stage.COLD] or rooms[:1]
         answers = [room.ask(model, wish, event.source, now) for room in rooms]
         if self._fleet.leads and answers[0].accepted and wish.goal is not None:
             if wish.goal is Stage.ACTIVE:
-                self._fleet.adopt(model, (rooms[0].node,))
+                self._fleet.adopt(model, tuple(room.node for room in rooms))
             elif event.node is None:
                 self._fleet.sleep(model)
         return next((answer for answer in answers if not answer.accepted), answers[0])
 
     # Deciding
 
-    def _plan(self, nodes: Iterable[str], event: Event, now: float, actions: list[Action]) -> None:
+    def _plan(self, nodes: Iterable[str], event: Event | None, now: float, actions: list[Action]) -> None:
         for node in nodes:
             room, before = self._rooms.get(node), len(actions)
             if room is None:
@@ -291,7 +336,17 @@ class Brain:
         return Order(self.term, self._orders, node, model, verb, why, source, nodes if len(nodes) > 1 else ())
 
 
-def _ado(room: Room, model: str) -> tuple[bool, bool, float, int, str]:
-    """What it takes to have a model on a node: it is there or on its way, there is room, it is quick."""
+def _ado(room: Room, model: str, now: float) -> tuple[bool, bool, bool, bool, float, int, str]:
+    """What it takes to have a model on a node: it is there or on its way, it fits at all, it is not broken there, there
+    is room, it is quick.
+    """
     belief, missing = room.models[model], room.missing_pages(model)
-    return (not belief.holds_pages, missing > 0, belief.reload_s, missing, room.node)
+    return (
+        not belief.holds_pages, not room.able(model), belief.barred(now), missing > 0, belief.reload_s, missing,
+        room.node,
+    )  # fmt: skip
+
+
+def _few(shards: int, nodes: int) -> str:
+    have = "one that has it is there" if nodes == 1 else f"{nodes or 'no'} nodes have it"
+    return f"it takes {shards} nodes, and {have}" if nodes else "no node has it"

@@ -19,6 +19,8 @@ from janus_server.sched.dispatch import dispatch_live
 from janus_server.sched.jobs import Job, Machine, extended
 from janus_server.sched.sequence import UNPROMISED_TTFT_S
 
+_Kind = tuple[int, str]
+"""Of tickets that are planned together: their priority, negative, and their model."""
 # A plan for 1,000 waiting requests takes a few milliseconds; so many events within this time are one plan.
 SPACING_S: Final = 0.005
 _OLDEST_EVERY: Final = 8
@@ -32,9 +34,11 @@ class Given(NamedTuple):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `Dispatcher` knows at one moment: what waits, what was given to which machine, and when to plan again."""
+    """What a `Dispatcher` knows at one moment: what waits, and on which machines; what was given to which, and when to
+    plan again."""
 
     tickets: tuple[Ticket, ...] = ()
+    awaited: tuple[str, ...] = ()
     given: dict[str, str] = {}
     begun: int = 0
     backlogs: dict[str, Backlog] = {}
@@ -58,7 +62,12 @@ class Dispatcher:
         known = copy.deepcopy(known or Waiting())
         self._ahead_s = ahead_s
         self._cadence = known.cadence
-        self._waiting = {ticket.id: ticket for ticket in known.tickets}
+        self._waiting: dict[str, Ticket] = {}
+        self._kinds: dict[_Kind, dict[str, Ticket]] = {}
+        self._jobs: dict[str, tuple[Job, float]] = {}
+        for ticket in known.tickets:
+            self._add(ticket)
+        self._awaited = known.awaited
         self._given = known.given
         self._begun = known.begun
         self._backlogs = known.backlogs
@@ -66,8 +75,8 @@ class Dispatcher:
     def memory(self) -> Waiting:
         """What it knows now, as a copy."""
         return copy.deepcopy(
-            Waiting(tickets=tuple(self._waiting.values()), given=self._given, begun=self._begun,
-                    backlogs=self._backlogs, cadence=self._cadence)
+            Waiting(tickets=tuple(self._waiting.values()), awaited=self._awaited, given=self._given,
+                    begun=self._begun, backlogs=self._backlogs, cadence=self._cadence)
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -89,7 +98,7 @@ class Dispatcher:
     def arrived(self, ticket: Ticket, now: float) -> None:
         """A request came. One whose id is known is told of twice."""
         if ticket.id not in self._waiting and ticket.id not in self._given:
-            self._waiting[ticket.id] = ticket
+            self._add(ticket)
             self._cadence.changed(now)
 
     def started(self, request: str, now: float) -> None:
@@ -104,7 +113,7 @@ class Dispatcher:
         machine = self._given.pop(request, None)
         if machine is not None:
             self._backlogs[machine].cancelled(request, now)
-        if machine is not None or self._waiting.pop(request, None) is not None:
+        if machine is not None or self._remove(request) is not None:
             self._cadence.changed(now)
 
     def gone(self, machine: str) -> None:
@@ -126,9 +135,10 @@ class Dispatcher:
         if not self._waiting:
             return None
         due_s = self._cadence.due_s()
-        for backlog in self._backlogs.values():
-            if len(backlog):
-                planned_s = now if self._cadence.planned_s is None else self._cadence.planned_s
+        planned_s = now if self._cadence.planned_s is None else self._cadence.planned_s
+        for machine in self._awaited:
+            backlog = self._backlogs.get(machine)
+            if backlog is not None and len(backlog):
                 due_s = min(due_s, max(backlog.start_s(now) - self._ahead_s, planned_s + self._ahead_s))
         return None if due_s == math.inf else max(due_s, now)
 
@@ -138,51 +148,81 @@ class Dispatcher:
         Models are planned one after the other, the one with the most urgent request first: devices are shared, and what
         one model's plan gives to a device is before the next one's.
         """
-        if not self._waiting:
-            self._cadence.planned(now)
-            return []
-        holders = {model: tuple(machines_of(model)) for model in {t.model: None for t in self._waiting.values()}}
+        models = dict.fromkeys(model for _, model in self._kinds)
+        holders = {model: tuple(machines_of(model)) for model in models}
+        machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
+        self._awaited = tuple(machines)
         given: list[Given] = []
-        while more := self._next(now, holders):
+        jobs: dict[_Kind, list[Job]] = {}
+        while more := self._next(now, holders, machines, jobs):
             given += more
         self._cadence.planned(now)
         return given
 
-    def _next(self, now: float, holders: Mapping[str, tuple[str, ...]]) -> list[Given]:
-        """What free devices begin next; [] when none is free for what waits.
+    def _next(
+        self,
+        now: float,
+        holders: Mapping[str, tuple[str, ...]],
+        machines: dict[str, Machine],
+        jobs: dict[_Kind, list[Job]],
+    ) -> list[Given]:
+        """What free devices begin next; [] when none is free for what waits. `jobs` are those planned with so far.
 
         Higher priorities first; of those the model whose request is due first, of which any can be begun.
         """
-        machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
         free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
-        able = [ticket for ticket in self._waiting.values() if not free.isdisjoint(holders[ticket.model])]
+        able = [kind for kind in self._kinds if not free.isdisjoint(holders[kind[1]])]
         if able and self._begun % _OLDEST_EVERY == _OLDEST_EVERY - 1:
-            oldest = min(able, key=lambda ticket: (ticket.arrived_s, ticket.id))
+            waiting = (ticket for kind in able for ticket in self._kinds[kind].values())
+            oldest = min(waiting, key=lambda ticket: (ticket.arrived_s, ticket.id))
             first = min((machines[name] for name in holders[oldest.model]), key=lambda m: (m.start_s, m.id))
-            return [self._give(oldest, first.id, now)]
-        jobs: dict[tuple[int, str], list[Job]] = {}
-        for ticket in able:
-            jobs.setdefault((-ticket.priority, ticket.model), []).append(_job(ticket, now))
-        due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in group) for kind, group in jobs.items()}
-        for kind in sorted(jobs, key=lambda kind: (kind[0], due[kind])):
+            return [self._give(oldest, first.id, now, machines)]
+        for kind in able:
+            planned = jobs.get(kind)
+            if planned is None or len(planned) != len(self._kinds[kind]):
+                jobs[kind] = [self._job(ticket, now) for ticket in self._kinds[kind].values()]
+        due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in jobs[kind]) for kind in able}
+        for kind in sorted(able, key=lambda kind: (kind[0], due[kind])):
             plan = dispatch_live(jobs[kind], [machines[name] for name in holders[kind[1]]])
             if picks := plan.ready(now, self._ahead_s):
-                return [self._give(self._waiting[pick.job.id], pick.machine, now) for pick in picks]
+                return [self._give(self._waiting[pick.job.id], pick.machine, now, machines) for pick in picks]
         return []
 
-    def _give(self, ticket: Ticket, machine: str, now: float) -> Given:
-        del self._waiting[ticket.id]
+    def _give(self, ticket: Ticket, machine: str, now: float, machines: dict[str, Machine]) -> Given:
+        self._remove(ticket.id)
         self._begun += 1
         self._given[ticket.id] = machine
-        self._backlog(machine).given(ticket.id, ticket.work_s, now)
+        backlog = self._backlog(machine)
+        backlog.given(ticket.id, ticket.work_s, now)
+        machines[machine] = Machine(machine, backlog.start_s(now))
         return Given(ticket, machine)
 
     def _backlog(self, machine: str) -> Backlog:
         return self._backlogs.setdefault(machine, Backlog())
 
+    def _add(self, ticket: Ticket) -> None:
+        self._waiting[ticket.id] = ticket
+        self._kinds.setdefault((-ticket.priority, ticket.model), {})[ticket.id] = ticket
 
-def _job(ticket: Ticket, now: float) -> Job:
-    """The ticket as the planners know it, with the objective that can still be kept."""
-    promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
-    job = Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
-    return extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)
+    def _remove(self, request: str) -> Ticket | None:
+        ticket = self._waiting.pop(request, None)
+        if ticket is not None:
+            self._jobs.pop(request, None)
+            kind = (-ticket.priority, ticket.model)
+            del self._kinds[kind][request]
+            if not self._kinds[kind]:
+                del self._kinds[kind]
+        return ticket
+
+    def _job(self, ticket: Ticket, now: float) -> Job:
+        """The ticket as the planners know it, with the objective that can still be kept; remembered for as long as that
+        is the same.
+        """
+        known = self._jobs.get(ticket.id)
+        if known is not None and now <= known[1]:
+            return known[0]
+        promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
+        job = Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
+        job = extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)
+        self._jobs[ticket.id] = (job, job.deadline_s - job.work_s)
+        return job

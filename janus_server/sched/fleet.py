@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from janus_server.orders import Action, Counted, Decided, KnownModel, Verb
+from janus_server.orders import Action, Counted, Decided, Verb
 from janus_server.sched.demand import Demand, Kind, Placement, Reason, Seat
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
@@ -18,21 +18,23 @@ from janus_server.sched.foresight import Foresight, Need
 from janus_server.sched.ladder import choose as fewest
 from janus_server.sched.ladder import ladder
 from janus_server.sched.meter import Meter
+from janus_server.sched.notebook import Notebook
 from janus_server.sched.packing import pack
-from janus_server.sched.placement import Change, Cluster, Device, Model, Note, Replica, Standing
+from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
 from janus_server.sched.plan import plan
 from janus_server.sched.pools import Member, Pool, Pools, Signal, assign, steady_demands
 from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
+from janus_server.sched.roster import Roster
 from janus_server.sched.scaling import Question, Scaler
 from janus_server.sched.source import Origin, choose
 
 _UP = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _DOWN = (Verb.DRAIN, Verb.SLEEP, Verb.UNLOAD)
-# Of attainment, for a model that promises nothing.
-_ATTAIN = 0.95
 # How many replicas of one model are asked about one by one.
 _NEAR = 8
+# So many periods of the slow path a note holds after it was made last.
+_NOTES_HOLD = 4.0
 
 
 class Fleet:
@@ -56,13 +58,13 @@ class Fleet:
         self._meter = Meter(known.gauges)
         self._pools, self._seats, self._placement = known.pools, known.seats, known.placement
         self._refused = known.refused
-        self._called, self._asleep, self._noted = dict(known.called), set(known.asleep), dict(known.noted)
-        self._lacking = dict(known.lacking)
+        self._called, self._asleep, self._lacking = dict(known.called), set(known.asleep), dict(known.lacking)
+        self._notebook = Notebook(_NOTES_HOLD * settings.slow_s, known.noted)
         self._since_s, self._fast_s, self._slow_s = known.since_s, known.fast_s, known.slow_s
-        self._models: dict[str, Model] = {}
-        self._reserve_pages = 0
+        self._roster = Roster()
         self._elastic: tuple[Device, ...] = ()
-        self.joined()
+        for room in rooms.values():
+            self.joined(room)
         self._moving = known.moving
         self._cluster(0.0)
 
@@ -72,7 +74,7 @@ class Fleet:
             homes=self.footing.homes(), pools=self._pools, seats=self._seats, placement=self._placement,
             refused=self._refused, scaler=self._scaler.memory(), gauges=self._meter.memory(),
             called=dict(self._called), lacking=dict(self._lacking), asleep=tuple(sorted(self._asleep)),
-            noted=dict(self._noted), since_s=self._since_s, fast_s=self._fast_s, slow_s=self._slow_s,
+            noted=self._notebook.memory(), since_s=self._since_s, fast_s=self._fast_s, slow_s=self._slow_s,
             moving=self._moving,
         )  # fmt: skip
 
@@ -89,16 +91,28 @@ class Fleet:
 
     # Hearing
 
-    def joined(self) -> None:
-        """Nodes came or went."""
-        for room in self._rooms.values():
-            room.led = self.leads
-            for name, belief in room.models.items():
-                if name not in self._models:
-                    self._models[name] = _model_of(belief.known)
-                    beyond = belief.known.longest_pages - belief.known.floor_pages
-                    self._reserve_pages = max(self._reserve_pages, beyond)
+    def joined(self, room: Room) -> None:
+        """A node came."""
+        room.led = self._roster.led
+        self._roster.joined(room)
         self._moving = True
+
+    def left(self, room: Room) -> None:
+        """A node went, and its room with it."""
+        self._roster.left(room)
+        self.look(room.node)
+
+    def knows(self, model: str) -> bool:
+        """A node has it in its catalogue."""
+        return model in self._roster.models
+
+    def decides(self, model: str) -> bool:
+        """Where it is up is chosen here, and not by the nodes that have it."""
+        return model in self._roster.led
+
+    def note(self, notes: Sequence[Note], now: float, actions: list[Action]) -> None:
+        """Say what is not done, or not believed, each once while it holds."""
+        self._notebook.say(notes, now, actions)
 
     def look(self, node: str) -> None:
         """Something happened to what a room believes."""
@@ -106,8 +120,7 @@ class Fleet:
         self._moving = True
 
     def counted(self, event: Counted, now: float) -> None:
-        self._meter.counted(event.models, now)
-        self._asleep.difference_update(event.models)
+        self._meter.counted({name: counts for name, counts in event.models.items() if self.knows(name)}, now)
 
     def call(self, model: str, now: float) -> None:
         """Somebody wants the model, and no replica of it is up or on its way: it is looked for a place now."""
@@ -117,7 +130,7 @@ class Fleet:
 
     def homeless(self, now: float) -> list[str]:
         """Models that requests wait for and that found no place: for a fast period no replica was up or on its way."""
-        lacking = [name for name in self._waiting if name in self._models and not self.footing.held(name)]
+        lacking = [name for name in self._waiting if self.knows(name) and not self.footing.held(name)]
         self._lacking = {name: self._lacking.get(name, now) for name in lacking}
         return [name for name, since_s in self._lacking.items() if now - since_s >= self._settings.fast_s]
 
@@ -128,9 +141,13 @@ class Fleet:
 
     def adopt(self, model: str, nodes: tuple[str, ...]) -> None:
         """A replica is up there, or will be, for a reason of its own."""
-        there = any(seat.model == model and seat.devices == nodes for seat in self._seats)
-        if self._models[model].shards == len(nodes) and self.footing.add(model, nodes) and not there:
-            self._seats = (*self._seats, Replica(model=model, devices=nodes))
+        if self._roster.models[model].shards == len(nodes) and self.footing.add(model, nodes) and self.decides(model):
+            # A seat that nothing came of is given up for this one.
+            kept = [seat for seat in self._seats if seat.model != model or self._held(seat) and seat.devices != nodes]
+            self._seats = (*kept, Replica(model=model, devices=nodes))
+
+    def _held(self, seat: Replica) -> bool:
+        return self.footing.of(seat.model, seat.devices[0]) == seat.devices
 
     # Deciding
 
@@ -143,21 +160,20 @@ class Fleet:
         if now >= self._slow_s:
             self._slow(self._cluster(now), now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
+            self._notebook.forget(now)
         if self._moving:
             self._cluster(now)
         changed = self._scale(now, actions, notes)
         self._fast_s = now + self._settings.fast_s
         touched = self._move(self._cluster(now), now, notes) if changed or self._moving else []
-        for note in notes:  # each once, until it is something else
-            if self._noted.get(note.subject) != note.why:
-                self._noted[note.subject] = note.why
-                actions.append(Decided(note.subject, f"{note.subject}: {note.why}"))
+        self.note(notes, now, actions)
         return touched
 
     def _move(self, cluster: Cluster, now: float, notes: list[Note]) -> list[str]:
         """Tell rooms what comes next in both pools."""
         touched: list[str] = []
-        changes = [*self._roll(cluster, notes), *self._step(cluster, now, notes)]
+        here, there = self._apart(cluster)
+        changes = [*self._roll(here, there, notes), *self._step(here, there, now, notes)]
         for change in changes:
             touched += self._tell(change, cluster, now)
         for model, node in self.footing.rests():
@@ -167,10 +183,11 @@ class Fleet:
         return touched
 
     def _cluster(self, now: float) -> Cluster:
-        cluster = self.footing.cluster(lambda node: self._backlog_s(node, now), self._reserve_pages)
+        cluster = self.footing.cluster(lambda node: self._backlog_s(node, now), self._roster.reserve_pages)
         held = {device for seat in self._seats for device in seat.devices}
         steady = set(self._pools.of(Pool.STEADY))
-        held.update(device for r in cluster.replicas if r.model in steady for device in r.devices)
+        alone = steady.union(set(self._roster.models) - self._roster.led)
+        held.update(device for r in cluster.replicas if r.model in alone for device in r.devices)
         elastic = tuple(device for device in cluster.devices if device.id not in held)
         if elastic != self._elastic:  # the same object while it is the same: the scaler looks at no more
             self._elastic = elastic
@@ -180,19 +197,20 @@ class Fleet:
 
     def _awake(self, now: float) -> list[str]:
         """The models that are to be up somewhere: who is left alone for as long as it may be is not."""
-        models = sorted(self._models.items())
-        return [name for name, model in models if name not in self._asleep and not self._idle(model, now)]
+        return [name for name in sorted(self._roster.led) if name not in self._asleep and not self._idle(name, now)]
 
-    def _idle(self, model: Model, now: float) -> bool:
-        if model.idle_s is None or model.model in self._waiting:
+    def _idle(self, name: str, now: float) -> bool:
+        idle_s = self._roster.models[name].idle_s
+        if idle_s is None or name in self._waiting:
             return False
-        called_s = self._called.get(model.model, self._since_s if self._since_s is not None else now)
-        return min(self._meter.idle_for_s(model.model, now), now - called_s) >= model.idle_s
+        called_s = self._called.get(name, self._since_s if self._since_s is not None else now)
+        return min(self._meter.idle_for_s(name, now), now - called_s) >= idle_s
 
     def _slow(self, cluster: Cluster, now: float, actions: list[Action], notes: list[Note]) -> None:
         """Who shares devices, and which."""
         awake = self._awake(now)
         devices = cluster.devices
+        notes += self._roster.notes()
         signals = self._signals(awake, devices, now)
         if len(self._settings.pools) == 1:
             only = self._settings.pools[0]
@@ -206,23 +224,25 @@ class Fleet:
 
     def _signals(self, names: Sequence[str], devices: Sequence[Device], now: float) -> list[Signal]:
         """What each model needs, by the oracle where it knows something, else by the table of rates."""
-        smallest = max(1, min(device.pages for device in devices))
+        whole = _whole(devices)
         needs = self._foresight.needs(names, now, 2.0 * self._settings.slow_s)
         counts = ladder(_NEAR, max(1, len(devices)))
         said = self._foresight.expect([Question(name, 1.0, counts) for name in needs],
                                       {name: need.tokens_s for name, need in needs.items()})  # fmt: skip
         replicas = {
-            name: fewest(counts, shares, self._models[name].target).count
+            name: fewest(counts, shares, self._roster.models[name].target).count
             for name, shares in zip(needs, said, strict=True) if shares is not None
         }  # fmt: skip
         signals = []
         for name in names:
-            model = self._models[name]
+            model = self._roster.models[name]
             need = needs[name] if name in replicas else self._by_table(name, now)
-            share = model.pages / smallest
+            share = model.pages / whole
+            # What only larger devices than most can hold shares none: it gets one of those, as an elastic one.
+            load = share if share > 1.0 else 0.0
             signals.append(Signal(
                 model=name, replicas=replicas.get(name) or self._settings.table.count(need.tokens_s),
-                hbm=min(max(share, need.hbm), max(share, 1.0)), compute=need.compute / self._settings.fill,
+                hbm=min(max(share, need.hbm), 1.0), compute=max(need.compute / self._settings.fill, load),
                 bandwidth=need.bandwidth / self._settings.fill, shards=model.shards, heat=need.tokens_s,
                 move_s=model.outage_s,
             ))  # fmt: skip
@@ -240,7 +260,9 @@ class Fleet:
         homes = self._homes(wanted, live)
         taken = {device for home in homes.values() for device in home}
         others = {device for r in live if r.model not in wanted for device in r.devices}
-        names = sorted((device.id for device in cluster.devices), key=lambda name: name not in taken)
+        whole = _whole(cluster.devices)
+        large = [device.id for device in cluster.devices if device.pages >= whole]
+        names = sorted(large, key=lambda name: name not in taken)
         usable = [name for name in names if name in taken or name not in others]
         seats = tuple(Seat(model, device) for model in sorted(homes) for device in homes[model])
         decision = pack(demands, usable, Placement(seats, self._placement.vain), self._settings.packing)
@@ -271,45 +293,50 @@ class Fleet:
 
     def _scale(self, now: float, actions: list[Action], notes: list[Note]) -> bool:
         """How many replicas the elastic models are to have; whether that changed."""
-        elastic = [name for name in self._pools.of(Pool.ELASTIC) if name in self._models and name not in self._asleep]
+        elastic = [name for name in self._pools.of(Pool.ELASTIC) if self.decides(name) and name not in self._asleep]
         loads = [self._meter.load(name, self._waiting.get(name, 0.0), now) for name in elastic]
         rates = {load.model: load.tokens_s for load in loads}
-        short = sum(self._models[name].shards for name in self._refused)
+        models = self._roster.models
+        short = sum(models[name].shards for name in self._refused if name in models)
         devices = self._elastic[: max(0, len(self._elastic) - short)] if short else self._elastic
         targets, said = self._scaler.decide(
-            loads, self._models, devices, lambda questions: self._foresight.expect(questions, rates), now
+            loads, models, devices, lambda questions: self._foresight.expect(questions, rates), now
         )
         actions += [Decided(target.model, target.why) for target in targets]
         notes += said
         return bool(targets)
 
-    def _roll(self, cluster: Cluster, notes: list[Note]) -> tuple[Change, ...]:
+    def _roll(self, here: Cluster, there: Cluster, notes: list[Note]) -> tuple[Change, ...]:
         """One step of the elastic pool."""
-        inside = {device.id for device in self._elastic}
-        here = tuple(r for r in cluster.replicas if inside.issuperset(r.devices))
-        rolled = roll(Cluster(self._elastic, here), self._models, self._scaler.targets,
-                      rules=RolloutRules(links=self._settings.links))  # fmt: skip
+        rolled = roll(here, self._roster.models, self._scaler.targets,
+                      rules=RolloutRules(links=self._settings.links), around=there)  # fmt: skip
         notes += rolled.notes
         return rolled.changes
 
-    def _step(self, cluster: Cluster, now: float, notes: list[Note]) -> tuple[Change, ...]:
+    def _step(self, here: Cluster, there: Cluster, now: float, notes: list[Note]) -> tuple[Change, ...]:
         """One step of the steady pool. A model that went to the other one stays until it is up there."""
-        inside = {device.id for device in self._elastic}
-        there = Cluster(
-            tuple(device for device in cluster.devices if device.id not in inside),
-            tuple(r for r in cluster.replicas if not inside.issuperset(r.devices)),
-        )
-        up = {r.model for r in cluster.replicas if r.standing is Standing.ACTIVE and inside.issuperset(r.devices)}
+        up = {r.model for r in here.replicas if r.standing is Standing.ACTIVE}
         leaving = set(self._pools.of(Pool.ELASTIC)) - up
         wanted = [seat for seat in self._seats if seat.model not in leaving and self._kept(seat.model, now)]
-        wanted += [r for r in there.replicas if r.model in leaving and r.standing is not Standing.SINKING]
-        made = plan(there, self._models.values(), wanted)
+        # What is none of its business stays too.
+        wanted += [r for r in there.replicas if r.standing is not Standing.SINKING
+                   and (r.model in leaving or not self.decides(r.model))]  # fmt: skip
+        made = plan(there, self._roster.models.values(), wanted)
         notes += made.notes
         return made.ready
 
+    def _apart(self, cluster: Cluster) -> tuple[Cluster, Cluster]:
+        """The elastic pool, and the rest."""
+        inside = {device.id for device in self._elastic}
+        within = [inside.issuperset(r.devices) for r in cluster.replicas]
+        return (
+            Cluster(self._elastic, tuple(r for r, yes in zip(cluster.replicas, within, strict=True) if yes)),
+            Cluster(tuple(device for device in cluster.devices if device.id not in inside),
+                    tuple(r for r, yes in zip(cluster.replicas, within, strict=True) if not yes)),
+        )  # fmt: skip
+
     def _kept(self, name: str, now: float) -> bool:
-        model = self._models.get(name)
-        return model is not None and name not in self._asleep and not self._idle(model, now)
+        return self.decides(name) and name not in self._asleep and not self._idle(name, now)
 
     # Telling
 
@@ -343,15 +370,17 @@ class Fleet:
         if change.source is not None:
             feeder = self.footing.of(change.model, change.source)
         elif change.verb is Verb.FORK:
-            copy = choose(self._models[change.model], change.devices, cluster, self._settings.links)
+            copy = choose(self._roster.models[change.model], change.devices, cluster, self._settings.links)
             if copy.source is not None and copy.origin in (Origin.NEAR, Origin.FAR):
                 feeder = copy.source.devices
         return feeder if len(feeder) == len(change.devices) else [None] * len(change.devices)
 
 
-def _model_of(known: KnownModel) -> Model:
-    return Model(
-        model=known.model, pages=known.weight_pages + known.floor_pages, weight_bytes=known.host_bytes,
-        shards=known.shards, priority=known.priority, target=_ATTAIN if known.attain is None else known.attain,
-        idle_s=known.idle_s, outage_s=known.load_s,
-    )  # fmt: skip
+def _whole(devices: Sequence[Device]) -> int:
+    """The pages that one device counts for where models share them: what most of the memory comes in. Smaller devices
+    are shared by nobody.
+
+    Example: of 100, 100 and 40 pages it is 100 (200 in all; three of 40 are 120), of 100, 80 and 80 it is 80.
+    """
+    sizes = sorted((device.pages for device in devices), reverse=True)
+    return max(1, max(((n * size, size) for n, size in enumerate(sizes, 1)), default=(0, 1))[1])

@@ -39,7 +39,7 @@ class FleetMemory(msgspec.Struct, frozen=True, kw_only=True):
     homes are the nodes of each replica, seats what the steady pool is to be, placement what the last packing said,
     refused which models it found no room for. called: when requests came last for a model that nobody had; lacking:
     since when requests wait for one that no replica is on its way of; asleep: models that an operator put to sleep and
-    nobody has called since. noted: what was said last of each subject that nothing could be done about.
+    nobody has called since. noted: what was said of what nothing could be done about, and until when that held.
     """
 
     homes: dict[str, tuple[tuple[str, ...], ...]] = {}
@@ -52,7 +52,7 @@ class FleetMemory(msgspec.Struct, frozen=True, kw_only=True):
     called: dict[str, float] = {}
     lacking: dict[str, float] = {}
     asleep: tuple[str, ...] = ()
-    noted: dict[str, str] = {}
+    noted: dict[str, float] = {}
     since_s: float | None = None
     fast_s: float = LONG_AGO_S
     slow_s: float = LONG_AGO_S

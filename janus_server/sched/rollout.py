@@ -41,16 +41,18 @@ def roll(
     targets: Mapping[str, int],
     decode_shares: Mapping[str, float] | None = None,
     rules: RolloutRules = RolloutRules(),  # noqa: B008 - frozen
+    around: Cluster = Cluster(),  # noqa: B008 - frozen
 ) -> Rollout:
     """The orders that bring `cluster`, the devices and replicas of the elastic pool, to `targets`.
 
     Models that are short take turns, the important first, then those with the smallest part of what they are to have.
-    decode_shares: the part of each split model's work that is decoding, where it is known.
+    decode_shares: the part of each split model's work that is decoding, where it is known. around: devices that are not
+    of the pool, and replicas there: weights may be copied from them.
 
     Example: x, y and z are free; "a" is to have 1 and has none, "b" is to have 4 and has 1: a starts on x, b on y and
     z, and a note says that b waits for one more.
     """
-    return _Roll(cluster, models, targets, decode_shares or {}, rules).run()
+    return _Roll(cluster, models, targets, decode_shares or {}, rules, around).run()
 
 
 class _Roll:
@@ -63,8 +65,9 @@ class _Roll:
         targets: Mapping[str, int],
         decode_shares: Mapping[str, float],
         rules: RolloutRules,
+        around: Cluster,
     ) -> None:
-        self.cluster, self.models, self.targets, self.rules = cluster, models, targets, rules
+        self.cluster, self.models, self.targets, self.rules, self.around = cluster, models, targets, rules, around
         self.decode_shares = decode_shares
         self.devices = {device.id: device for device in cluster.devices}
         self.sizes = sorted(device.pages for device in cluster.devices)
@@ -237,7 +240,9 @@ class _Roll:
     def _near(self, model: Model) -> Cluster:
         """What `spread` has to know: the model's replicas, and what is on its way."""
         rising = [r for r in self.cluster.replicas if r.standing is Standing.RISING and r.model != model.model]
-        return Cluster(self.cluster.devices, (*self.of.get(model.model, ()), *rising))
+        others = [r for r in self.around.replicas if r.standing is Standing.RISING or r.model == model.model]
+        devices = (*self.cluster.devices, *self.around.devices)
+        return Cluster(devices, (*self.of.get(model.model, ()), *others, *rising))
 
     def _flip(self, model: Model, target: int) -> None:
         if model.split and target:

@@ -8,7 +8,7 @@ Every order has a sentence that says why. The same events at the same times give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -23,14 +23,14 @@ Numbered = Callable[[str, str, Verb, str, str | None], Order]
 class Room:
     """The models of one node. number(node, model, verb, why, source) makes an order with the next id.
 
-    led: somebody decides for many nodes which models are up here; idle ones are then not put to sleep by themselves.
+    led: models of which somebody decides for many nodes where they are up; idle ones are not put to sleep by themselves.
     """
 
     def __init__(self, settings: BrainSettings, memory: RoomMemory, number: Numbered) -> None:
         self.node = memory.node
         self.host = memory.host
         self.domain = memory.domain
-        self.led = False
+        self.led: Collection[str] = ()
         self.pool_pages = memory.pool_pages
         self.host_bytes = memory.host_bytes
         self.models = {belief.known.model: msgspec.structs.replace(belief) for belief in memory.models}
@@ -67,6 +67,12 @@ class Room:
         holders = [one for one in self.models.values() if one.holds_pages and one is not belief]
         return pages_needed([*holders, belief]) - self.pool_pages
 
+    def able(self, model: str) -> bool:
+        """Whether room can be made for the model: what is pinned here stays."""
+        belief = self.models[model]
+        pinned = [one for one in self.models.values() if one.pinned and one.holds_pages and one is not belief]
+        return pages_needed([*pinned, belief]) <= self.pool_pages
+
     # Hearing
 
     def want(self, model: str, now: float) -> None:
@@ -84,8 +90,7 @@ class Room:
     def bring(self, model: str, source: str | None, why: str, now: float) -> None:
         """The model is to be up here, copied from another node where one is named."""
         belief = self.models[model]
-        barred = belief.broken is not None and belief.retry_s > now
-        if belief.stage is Stage.ACTIVE or belief.order is not None or barred:
+        if belief.stage is Stage.ACTIVE or belief.order is not None or belief.barred(now):
             return
         belief.goal, belief.because, belief.source = Stage.ACTIVE, why, source
         self.want(model, now)
@@ -157,10 +162,8 @@ class Room:
                 self._failed(belief, event, now, actions)
             return
         belief.failures, belief.broken = 0, None
-        if order is not None and order.verb is Verb.LOAD:
-            belief.load_s = event.took_s
-        elif order is not None and order.verb is Verb.WAKE:
-            belief.wake_s = event.took_s
+        if order is not None:
+            belief.learn(order.verb, event.took_s)
         if belief.stage is Stage.ACTIVE and order is not None and order.verb is not Verb.EVICT:
             belief.active_s = belief.idle_since_s = now
             # Who waited for it starts now: it is not idle before a report has said so.
@@ -221,7 +224,7 @@ class Room:
         waiting.sort(key=lambda b: (b.wanted_s or 0.0, b.known.model))
         needed = None
         for belief in waiting:
-            if belief.retry_s > now and belief.broken is not None:  # nobody makes room for what cannot be loaded
+            if belief.barred(now) and belief.broken is not None:  # nobody makes room for what cannot be loaded
                 belief.wanted_s = None
                 actions.append(Refuse(belief.known.model, belief.broken, belief.retry_s - now))
             elif belief.retry_s > now:
@@ -252,7 +255,7 @@ class Room:
                 self._order(belief, Verb.UNLOAD, why, actions)
         elif belief.goal is Stage.COLD and belief.stage is Stage.WARM:
             self._order(belief, Verb.EVICT, f"{known.model}: asked to be evicted", actions)
-        elif belief.idle and known.idle_s is not None and belief.goal is None and not self.led:
+        elif belief.idle and known.idle_s is not None and belief.goal is None and known.model not in self.led:
             due_s = belief.idle_since_s + known.idle_s
             if due_s <= now:
                 idle_s = now - belief.idle_since_s
@@ -281,9 +284,12 @@ class Room:
             why = belief.because or f"{known.model}: wanted for {waited_s:.1f} s; from {origin}"
             self._order(belief, verb, why, actions)
             return True
-        if pages_needed([belief, *(b for b in holders if b.pinned)]) > self.pool_pages:
+        if not self.able(known.model):
             belief.wanted_s = belief.goal = belief.source = None
-            actions.append(Refuse(known.model, "the models pinned on this node leave no room for it", None))
+            needs, why = pages_needed([belief]), "the models pinned on this node leave no room for it"
+            if needs > self.pool_pages:
+                why = f"it needs {needs} pages and {self.node} has {self.pool_pages} in all"
+            actions.append(Refuse(known.model, why, None))
             return True
         self._make_room(belief, holders, now, actions)
         return False

@@ -15,6 +15,7 @@ from janus_server.sched.dispatcher import Waiting
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.foresight import Foreseen
 from janus_server.sched.oracle import OracleSettings
+from janus_server.sched.sound import Clock, number
 
 
 class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +90,17 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
             known=known, pinned=known.pinned, active_s=now, idle_since_s=now, retry_s=now, load_s=known.load_s,
             wake_s=known.wake_s,
         )  # fmt: skip
+
+    def barred(self, now: float) -> bool:
+        """It could not be loaded, and it is not time to try again."""
+        return self.broken is not None and self.retry_s > now
+
+    def learn(self, verb: Verb, took_s: float) -> None:
+        """An order took so long; what is no time teaches nothing."""
+        if verb is Verb.LOAD and number(took_s):
+            self.load_s = took_s
+        elif verb is Verb.WAKE and number(took_s):
+            self.wake_s = took_s
 
     @property
     def holds_pages(self) -> bool:
@@ -173,6 +185,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     rooms: tuple[RoomMemory, ...] = ()
     waiting: Waiting = Waiting()
     foreseen: Foreseen = Foreseen()
+    clock: Clock = msgspec.field(default_factory=Clock)
     fleet: FleetMemory = FleetMemory()
 
 

@@ -25,10 +25,15 @@ HOSTILE = "<img src=x onerror=window.broken=1>"
 ERRORS = "<script>window.failures = []; addEventListener('error', (e) => failures.push(String(e.message)));</script>"
 VISIT = """<script>
 const seen = {};
-const point = (node, x, y) => node.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y, bubbles: true }));
+const move = (x, y) => new PointerEvent("pointermove", { clientX: x, clientY: y, bubbles: true });
+const point = (node, x, y) => node.dispatchEvent(move(x, y));
 const text = () => document.getElementById("tip").textContent;
-const middle = (node) => { const b = node.getBoundingClientRect(); return [b.left + b.width / 2, b.top + b.height / 2]; };
-const pick = (name) => [...document.querySelectorAll("button")].filter((b) => b.textContent === name).forEach((b) => b.click());
+const middle = (node) => {
+  const b = node.getBoundingClientRect();
+  return [b.left + b.width / 2, b.top + b.height / 2];
+};
+const named = (name) => [...document.querySelectorAll("button")].filter((b) => b.textContent === name);
+const pick = (name) => named(name).forEach((b) => b.click());
 seen.charts = document.querySelectorAll("svg").length;
 seen.paths = document.querySelectorAll("svg path").length;
 const cover = document.querySelector("svg rect[fill=transparent]");
@@ -72,11 +77,12 @@ def chromium() -> str:
 
 def recorded(decisions: int) -> Record:
     shape = DeviceShape(name="x", flops=1e14, memory_bytes=6.4e10, bandwidth_bytes_s=1e12, link_bytes_s=1e11)
+    model = ModelShape(name="m", parameters=1e9, layers=1, hidden=1, kv_bytes=1, pair_flops=1)
     known = KnownModel(model="m", weight_pages=1, host_bytes=1, longest_pages=1)
     made = Scenario(
         name=HOSTILE, duration_s=100.0, calls=(), subjects={},
         nodes=(NodeSpec(name="n0", host="h", domain="d", shape=shape, pool_pages=9, page_bytes=1, host_bytes=1),),
-        models=(ModelSpec(known=known, shape=ModelShape(name="m", parameters=1e9, layers=1, hidden=1, kv_bytes=1, pair_flops=1)),),
+        models=(ModelSpec(known=known, shape=model),),
         apps=(AppSpec(name=HOSTILE, model="m", ttft_s=1.0, tpot_s=0.1),),
     )  # fmt: skip
     record = Record(made)

@@ -81,6 +81,7 @@ class FleetWorld:
         self.told: list[tuple[Event, float, list[orders.Action]]] = []
         self.wanted: set[str] = set()
         self.calm_s = 0.0
+        self.back_s: float | None = 5.0  # how long a lost node is gone
         self.snapshot: tuple[int, bytes] | None = None
         for i in range(nodes):
             self.join(Node(f"n{i}", pool, host, list(self.models), (f"h{i // 2}", "d0")))
@@ -141,7 +142,8 @@ class FleetWorld:
         del self.nodes[name]
         self.replicas = {key: on for key, on in self.replicas.items() if name not in on}
         self.tell(Left(name))
-        self.later(5.0, "rejoin", Node(name, node.pool, node.host, list(self.models), node.place))
+        if self.back_s is not None:
+            self.later(self.back_s, "rejoin", Node(name, node.pool, node.host, list(self.models), node.place))
         for id in again:
             self.arrive(msgspec.structs.replace(self.waiting[id], id=f"{id}'", arrived_s=self.now))
             self.waiting.pop(id)
@@ -217,7 +219,7 @@ class FleetWorld:
         if id in self.begun:
             assert isinstance(id, str)
             self.tell(Traffic(started=(id,)))
-            self.later(self.rng.uniform(0.05, 2.0), "last", id)
+            self.later(self.last_s(), "last", id)
 
     def _last(self, id: object) -> None:
         name = self.begun.pop(str(id), None)
@@ -231,6 +233,19 @@ class FleetWorld:
         self.tokens[ticket.model][1] += 10
         self.tokens[ticket.model][2] += 1
         self.report(name)
+
+    # How long things take
+
+    def first_s(self, ticket: Ticket) -> float:
+        """A prompt, until its first token."""
+        return ticket.work_s * self.rng.uniform(0.8, 1.5)
+
+    def last_s(self) -> float:
+        """The tokens after the first."""
+        return self.rng.uniform(0.05, 2.0)
+
+    def order_s(self, order: Order) -> float:
+        return self.rng.uniform(0.05, 1.5)
 
     # Orders
 
@@ -269,7 +284,7 @@ class FleetWorld:
         self.begun[id] = node
         for name in self.replicas[ticket.model, node]:
             self.nodes[name].running[ticket.model].add(id)
-        self.later(ticket.work_s * self.rng.uniform(0.8, 1.5), "first", id)
+        self.later(self.first_s(ticket), "first", id)
 
     def order(self, order: Order) -> None:
         node, model, verb = self.nodes[order.node], order.model, order.verb
@@ -290,7 +305,7 @@ class FleetWorld:
             node.held[model] = False
         node.order[model] = order
         self.check(node)
-        self.later(self.rng.uniform(0.05, 1.5), "end", order)
+        self.later(self.order_s(order), "end", order)
 
     def check(self, node: Node) -> None:
         up = [self.models[m] for m in self.models if node.stage[m] is Stage.ACTIVE

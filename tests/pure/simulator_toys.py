@@ -272,7 +272,7 @@ class Rover:
 
     def _fits(self, node: str, model: str) -> bool:
         there = {name for (where, name), stage in self.stages.items() if where == node and stage is Stage.ACTIVE}
-        there |= {order.model for order in self.open.values() if order.node == node and not order.verb is Verb.EVICT}
+        there |= {order.model for order in self.open.values() if order.node == node and order.verb is not Verb.EVICT}
         pages = [self.models[name].weight_pages + self.models[name].floor_pages for name in {*there, model}]
         return sum(pages) <= self.pools[node]
 

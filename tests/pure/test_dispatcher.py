@@ -98,15 +98,16 @@ def test_a_device_that_is_slower_than_expected_is_looked_at_now_and_then() -> No
     dispatcher = Dispatcher(ahead_s=0.1)
     dispatcher.arrived(_ticket("a", 1.0, 5.0), 0.0)
     _begun(dispatcher, 0.0, "d")
-    dispatcher.arrived(_ticket("b", 1.0, 9.0, model="away"), 0.0)
+    for name in ("b", "c"):
+        dispatcher.arrived(_ticket(name, 1.0, 9.0), 0.0)
     now, looks = 0.5, 0
     while now < 10.0:
-        dispatcher.begin(now, lambda model: ())
+        dispatcher.begin(now, lambda model: ("d",))
         looks += 1
         due_s = dispatcher.due_s(now)
         assert due_s is not None and due_s >= now + 0.1
         now = due_s
-    assert looks < 100
+    assert looks < 100 and len(dispatcher) == 1, "a is overdue for ever: b was begun in time, c waits for it"
 
 
 def test_higher_priorities_are_begun_first() -> None:

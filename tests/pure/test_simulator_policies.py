@@ -9,18 +9,34 @@ import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_world import SmallWorld
 
 from bench.simulator import peaks, policies
+from bench.simulator.arbiter import most_on_time
 from bench.simulator.records import AppSpec, Call, ModelSpec, NodeSpec, Scenario
 from bench.simulator.static import shared_out
 from janus_server.errors import BadConfig
-from janus_server.orders import Done, Joined, KnownModel, Order, Stage, Ticket, Traffic, Verb, Wanted
-from janus_server.sched.oracle_records import Promise, Subject
+from janus_server.orders import (
+    Busy,
+    Dispatch,
+    Done,
+    Joined,
+    KnownModel,
+    Order,
+    Report,
+    Stage,
+    Tick,
+    Ticket,
+    Traffic,
+    Verb,
+    Wanted,
+)
+from janus_server.sched.dispatch import dispatch
+from janus_server.sched.jobs import Job, Machine
+from janus_server.sched.oracle_records import Features, Promise, Subject
 from janus_server.sched.roofline import ASCEND_910C
 from janus_server.sched.shapes import ModelShape
 
@@ -158,6 +174,28 @@ def test_what_another_policy_left_is_taken_over() -> None:
     assert set(world.begun) == {"r0", "r1"}
 
 
+@pytest.mark.parametrize("name", IMITATIONS)
+def test_a_new_leader_waits_for_all_nodes_to_say_what_they_have(name) -> None:
+    """Every node joins and reports in turn while requests wait: nothing is ordered on pages that a model holds."""
+    calls = tuple(Call(i, i * 0.05, i % 2, 2000, 10) for i in range(400))
+    made = scenario([model("a"), model("b", 60)], 4, calls=calls)
+    policy = policies.make(name, made)
+    said = []
+    for i, node in enumerate(joined(made)):
+        said += policy.on(node, 7.0)
+        said += policy.on(Report(node.node, {"a" if i % 2 else "b": Busy(3, 0, 0.0)}), 7.0)
+        said += policy.on(Traffic(arrived=(ticket(i, "a", 6.0, 0.01),)), 7.0)
+    assert not [action for action in said if isinstance(action, Order)]
+    begun = [request for action in said if isinstance(action, Dispatch) for request in action.requests]
+    wake_s = policy.next_wake(7.0)
+    assert wake_s is not None
+    assert 7.0 < wake_s < 7.1
+    said = policy.on(Tick(), wake_s)
+    begun += [request for action in said if isinstance(action, Dispatch) for request in action.requests]
+    assert sorted(begun) == ["r0", "r1", "r2", "r3"]
+    assert not [action for action in said if isinstance(action, Order) and action.verb.raises]
+
+
 # What makes each of them that system
 
 
@@ -223,6 +261,29 @@ def test_prism_orders_one_queue_by_moore_hodgson() -> None:
     assert [line.split()[2] for line in world.lines if "begin" in line] == ["r0", "r2", "r3", "r1"]
 
 
+@given(st.lists(st.tuples(st.floats(0.0, 9.0), st.floats(0.0, 30.0)), max_size=9), st.floats(0.0, 9.0))
+def test_one_queue_keeps_as_many_on_time_as_the_planner(drawn: list[tuple[float, float]], start_s: float) -> None:
+    jobs = [Job(f"j{i}", work_s, due_s) for i, (work_s, due_s) in enumerate(sorted(drawn, key=lambda one: one[1]))]
+    kept = most_on_time(jobs, start_s)
+    end_s = start_s
+    by_id = {job.id: job for job in jobs}
+    for name in kept:
+        end_s += by_id[name].work_s
+        assert end_s <= by_id[name].deadline_s + 1e-6
+    if jobs:
+        assert abs(len(kept) - dispatch(jobs, [Machine("m", start_s)]).on_time) <= (
+            0 if _far_apart(jobs, start_s) else 1
+        )
+
+
+def _far_apart(jobs: list[Job], start_s: float) -> bool:
+    """No sum of works meets a deadline within a rounding."""
+    sums = {start_s}
+    for job in jobs:
+        sums |= {one + job.work_s for one in sums}
+    return len(jobs) <= 6 and all(abs(one - job.deadline_s) > 1e-6 for one in sums for job in jobs)
+
+
 def test_prism_keeps_four_models_a_device() -> None:
     world = play("prism", scenario([model(f"m{i}", 1) for i in range(5)], 1, pages=1000), fixed(0.5))
     for i in range(5):
@@ -265,11 +326,12 @@ def test_llumnix_scales_by_free_blocks() -> None:
 
 
 def test_static_has_its_replicas_all_day_and_brings_them_back() -> None:
-    calls = tuple(Call(i, i * 0.01, 0, 2000, 10) for i in range(2000))
+    calls = tuple(Call(i, i * 0.2, 0, 2000, 10) for i in range(2000))
     made = scenario([model("a", host_bytes=16 * 10**9), model("b")], 8, calls=calls, host_bytes=10**12)
     need = peaks.needs(made)
     assert need["b"] == 0
     assert 2 <= need["a"] <= 8
+    assert peaks.devices(made) == need["a"]
     world = play("static", made, fixed(1.0))
     world.at(100.0, lambda: world.leave("n1"))
     world.at(120.0, lambda: world.join(joined(made)[1]))
@@ -278,6 +340,18 @@ def test_static_has_its_replicas_all_day_and_brings_them_back() -> None:
     assert len(ups) == need["a"] + 1
     assert float(ups[-1][0]) >= 100.0
     assert not any(line.split()[1] in ("sleep", "drain", "unload") for line in world.lines)
+
+
+def test_static_takes_up_what_it_had_no_room_for_when_a_node_joins() -> None:
+    calls = tuple(Call(i, i * 1.0, i % 2, 100, 10) for i in range(20))
+    made = scenario([model("a"), model("b")], 2, calls=calls)
+    world = SmallWorld(policies.make("static", made), joined(made)[:1], fixed(1.0))
+    world.at(5.0, lambda: world.ask(ticket(0, "b", 5.0)))
+    world.at(10.0, lambda: world.join(joined(made)[1]))
+    world.at(15.0, lambda: world.ask(ticket(1, "b", 15.0)))
+    world.run(100.0)
+    assert "no room" in world.refused["r0"]
+    assert world.begun["r1"]
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9)), st.integers(0, 40), st.data())
@@ -298,17 +372,18 @@ def test_what_is_short_is_shared_out(needs: Mapping[str, int], devices: int, dat
 
 def test_the_peak_is_what_the_busiest_window_takes() -> None:
     """More calls in one half minute take more replicas; the same calls spread over the day do not."""
-    rows = np.array([[10 * 2100.0, 10.0, 2000.0, 0.0, 100.0, 0.0]])
     subject = Subject(model=SHAPE, device=ASCEND_910C, promise=Promise(1.0, 0.05))
-    found = [peaks.replicas_for(rows * [k, k, 1, 1, 1, 1], subject, 0.95, 200) for k in (1, 2, 4, 8)]
-    assert found == sorted(found)
-    assert found[3] >= 4 * found[0]
     apps = (AppSpec(name="a", model="m", ttft_s=1.0, tpot_s=0.05),)
-    burst = peaks.windows_of([Call(i, 100.0 + i * 0.01, 0, 2000, 100) for i in range(300)], apps)["m"]
-    assert burst.shape == (1, 6)
-    assert burst[0].tolist() == pytest.approx([300 * 2100 / 30, 10.0, 2000.0, 0.0, 100.0, 0.0])
-    spread = peaks.windows_of([Call(i, i * 100.0, 0, 2000, 100) for i in range(300)], apps)["m"]
-    assert peaks.replicas_for(spread, subject, 0.95, 200) == 1
+    burst = peaks.peaks_of([Call(i, 100.0 + i * 0.01, 0, 2000, 100) for i in range(1200)], apps)["m"]
+    assert burst == Features(1200 * 2100 / 30, 40.0, 2000.0, 0.0, 100.0, 0.0)
+    spread = peaks.peaks_of([Call(i, i * 60.0, 0, 2000, 100) for i in range(1200)], apps)["m"]
+    assert spread.request_rate == pytest.approx(1 / 30)
+    few, many = peaks.replicas_for(spread, subject, 0.95), peaks.replicas_for(burst, subject, 0.95)
+    assert few == 1
+    assert many >= 8
+    # One request of 50 times the length counts like 50.
+    long = peaks.peaks_of([Call(i, i * 60.0, 0, 100_000 if i == 7 else 2000, 100) for i in range(1200)], apps)["m"]
+    assert 40 / 30 < long.request_rate < 50 / 30
 
 
 @pytest.mark.parametrize(

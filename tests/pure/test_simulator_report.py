@@ -1,5 +1,6 @@
-"""What a simulation leaves behind: counts against naive ones, the cluster's time against brute force, pages that escape,
-the story of a request, and the search for the fewest devices."""
+"""What a simulation leaves behind: counts against naive ones, the cluster against brute force, pages that escape, the
+story of a request, and the search for the fewest devices.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from bench.simulator.decisions import Decisions
 from bench.simulator.explain import Told, Witness, explain, story
 from bench.simulator.plan import Judge, Kept, Trial, judged, marginal, search, sentences, trial_of
 from bench.simulator.recorder import Record
-from bench.simulator.records import AppSpec, Call, ModelSpec, NodeSpec, Outcome, Scenario
+from bench.simulator.records import AppSpec, Call, Device, ModelSpec, NodeSpec, Outcome, Scenario
 from bench.simulator.run import run
 from bench.simulator.summary import bad_seconds, recovery_s, summarise
 from bench.simulator.tallies import HOUR_S, Part
@@ -34,7 +37,9 @@ HOSTILE = '</script><img src=x onerror="alert(1)">&amp;[bold]'
 
 def model_of(name: str, shards: int = 1) -> ModelSpec:
     known = KnownModel(model=name, weight_pages=10, host_bytes=1, longest_pages=2, shards=shards)
-    return ModelSpec(known=known, shape=ModelShape(name=name, parameters=1e9, layers=8, hidden=64, kv_bytes=1e3, pair_flops=1e3))
+    return ModelSpec(
+        known=known, shape=ModelShape(name=name, parameters=1e9, layers=8, hidden=64, kv_bytes=1e3, pair_flops=1e3)
+    )
 
 
 def scenario_of(
@@ -50,9 +55,9 @@ def scenario_of(
     return Scenario(
         name="made up", duration_s=duration_s, calls=calls, subjects={},
         models=tuple(model_of(name, shards if i == 0 else 1) for i, name in enumerate(names)),
-        apps=tuple(AppSpec(name=name, model=model, ttft_s=1.0 if i == 0 else 2.0, tpot_s=0.05 if i == 0 else 0.1)
+        apps=tuple(AppSpec(name=name, model=model, ttft_s=2.0 if i else 1.0, tpot_s=0.1 if i else 0.05)
                    for i, (name, model) in enumerate(apps)),
-        nodes=tuple(NodeSpec(name=f"n{i}", host="h", domain="d", shape=shape, pool_pages=100, page_bytes=1, host_bytes=9)
+        nodes=tuple(NodeSpec(name=f"n{i}", host="h", domain="d", shape=shape, pool_pages=9, page_bytes=1, host_bytes=9)
                     for i in range(nodes)),
     )  # fmt: skip
 
@@ -77,7 +82,9 @@ drawn_outcomes = st.lists(
 
 @settings(max_examples=60)
 @given(drawn_outcomes)
-def test_requests_are_counted_like_one_would_by_hand(drawn: list[tuple[float, int, float | None, float, str, int]]) -> None:
+def test_requests_are_counted_like_one_would_by_hand(
+    drawn: list[tuple[float, int, float | None, float, str, int]],
+) -> None:
     made = scenario_of([("x", "a"), ("y", "b"), ("z", "a")], 3 * HOUR_S)
     record, outcomes = Record(made), []
     for i, (at_s, app, ttft_s, tpot_s, why, tokens) in enumerate(sorted(drawn, key=lambda d: d[0])):
@@ -108,7 +115,7 @@ def test_requests_are_counted_like_one_would_by_hand(drawn: list[tuple[float, in
     expect([o for o in outcomes if made.apps[o.call.app].model == "a"], found["models"]["a"]["attainment"])
     good = [o for o in outcomes if all(kept(o))]
     assert found["goodput_tokens_s"] == pytest.approx(sum(o.call.output_tokens for o in good) / (3 * HOUR_S))
-    assert sum(f["count"] for f in found["failures"].values()) == sum(bool(o.why) for o in outcomes)
+    assert sum(f["requests"] for f in found["failures"].values()) == sum(bool(o.why) for o in outcomes)
     first = sorted(o.ttft_s for o in outcomes if o.ttft_s is not None)
     if first:
         assert found["ttft_s"]["max"] == first[-1]
@@ -128,6 +135,25 @@ def test_one_token_has_no_pace_and_a_cut_request_kept_its_first_token_only() -> 
     assert any("did not come to its end" in note for note in found["notes"])
 
 
+def test_what_came_before_it_counts_is_left_out() -> None:
+    record = Record(scenario_of(), since_s=20.0)
+    record.moment(0.0, ["n0", "n1", "n2"])
+    record.moment(10.0, ["n0"])
+    for i in range(60):
+        record.outcome(ended(i, float(i), ttft_s=9.0 if i < 20 else 0.1))
+    record.closed(70.0)
+    found = summarise(record)
+    assert found["requests"] == 40 and found["attainment"]["of_all"]["overall"] == 1.0
+    assert found["devices"]["mean"] == pytest.approx(1.0) and found["devices"]["device_hours"] == pytest.approx(
+        40 / 3600
+    )
+    assert found["devices"]["device_hours_after_the_trace"] == pytest.approx(10 / 3600)
+    assert found["goodput_requests_s"] == pytest.approx(1.0)
+    assert any("from second 20 on" in note for note in found["notes"])
+    with pytest.raises(BadConfig, match="nothing comes from 60 s on"):
+        Record(scenario_of(), since_s=60.0)
+
+
 def test_memory_does_not_grow_with_requests() -> None:
     record = Record(scenario_of())
     before = [record.tallies.counts.shape, record.tallies.seconds.shape, record.tallies.waits.shape]
@@ -138,7 +164,7 @@ def test_memory_does_not_grow_with_requests() -> None:
     record.settle()
     assert before == [record.tallies.counts.shape, record.tallies.seconds.shape, record.tallies.waits.shape]
     assert len(record.tallies.reasons) <= 65 and len(record.tallies.latest()) == 40
-    assert sum(reason.count for reason in record.tallies.reasons.values()) == len(range(0, 20_000, 3))
+    assert sum(reason.requests for reason in record.tallies.reasons.values()) == len(range(0, 20_000, 3))
     assert record.decisions.counts == {"wake": 20_000}
     said = record.decisions.sentences
     assert len(said) < 1000 and said[0].at_s < 1.0 and said[-1].at_s > 59.0  # all of the run, not its beginning
@@ -181,14 +207,16 @@ def test_recovery_of_nine_seconds() -> None:
 
 
 events = st.lists(
-    st.tuples(st.floats(0.01, 9.0), st.integers(0, 3), st.integers(0, 2), st.sampled_from(list(Stage)), st.integers(0, 4)),
+    st.tuples(st.floats(0.01, 9.0), st.integers(0, 3), st.integers(0, 2), st.sampled_from(Stage), st.integers(0, 4)),
     max_size=40,
 )  # fmt: skip
 
 
 @settings(max_examples=60)
 @given(events, st.sampled_from([20.0, 400.0]))
-def test_the_cluster_over_time_against_brute_force(drawn: list[tuple[float, int, int, Stage, int]], duration_s: float) -> None:
+def test_the_cluster_over_time_against_brute_force(
+    drawn: list[tuple[float, int, int, Stage, int]], duration_s: float
+) -> None:
     """Also where the run lasts so much longer than its trace that bins are merged."""
     made = scenario_of([("x", "a"), ("y", "b"), ("z", "c")], duration_s, shards=2)
     record, now = Record(made), 0.0
@@ -226,7 +254,9 @@ def test_a_run_far_beyond_its_trace_keeps_its_memory_and_its_sums() -> None:
     for k in range(4000):
         record.moment(k * 0.5, ["n0", "n1"])
     record.closed(2000.0)
-    assert record.timeline.bins <= 960 and record.timeline.width_s >= 2.0
+    line = record.timeline
+    assert line.bins <= 960 and line.width_s >= 2.0
+    assert line.held().sum() * line.width_s == pytest.approx(4000.0, rel=0.01) and line.held().max() < 2.001
     found = summarise(record)["devices"]
     assert found["device_hours"] == pytest.approx(20.0 / 3600)
     assert found["device_hours_after_the_trace"] == pytest.approx(2 * 1990.0 / 3600)
@@ -278,12 +308,18 @@ def recorded(name: str = "chat", seed: int = 0) -> Record:
     return record
 
 
+def embedded(page: str) -> Any:
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
 def test_the_page_holds_no_text_that_the_browser_would_read_as_its_own() -> None:
     records = {HOSTILE: recorded(HOSTILE), "@TABLE@": recorded("@DATA@")}
     text = html.page(records, {name: summarise(record) for name, record in records.items()})
     assert "<img" not in text and text.count("</script>") == 2
     assert "@TABLE@" in text and "@TITLE@" not in text and "@SCRIPT@" not in text
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    data = embedded(text)
     assert [p["name"] for p in data["policies"]] == list(records)
     assert data["policies"][0]["heat"][1]["name"] == "code" or data["policies"][0]["heat"][0]["name"] == HOSTILE
     assert data["policies"][0]["sentences"] == [[1.0, "load", "a", "n0", f"it is wanted {HOSTILE}"]]
@@ -292,29 +328,30 @@ def test_the_page_holds_no_text_that_the_browser_would_read_as_its_own() -> None
     assert "default-src 'none'" in text
 
 
-def test_what_is_written_can_be_read(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_written_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     records = {"janus": recorded(), "prism": recorded(seed=1)}
     found = report.write(records, tmp_path / "deep" / "out", bursts_s=[10.0])
     out = capsys.readouterr().out
     assert "janus" in out and "kept" in out and "not recovered" in out
     document = json.loads((tmp_path / "deep" / "out" / "summary.json").read_text())
+    assert records["janus"].tallies.counts.sum() > 0
     assert document["prism"]["requests"] == found["prism"]["requests"] == 401
     pictures = sorted((tmp_path / "deep" / "out").glob("*.png"))
     assert [p.stem for p in pictures] == ["attainment", "cost", "devices", "models", "waits"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
-def test_a_run_without_a_request_is_reported_too(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_without_a_request_is_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(scenario_of())
     record.closed(0.0)
     report.write({"idle": record}, tmp_path, pictures=False)
     assert "no request came" in capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["idle"]["attainment"]["of_all"]["overall"] is None
-    assert json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)[1])  # type: ignore[index]
+    assert embedded((tmp_path / "report.html").read_text())["policies"][0]["name"] == "idle"
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     record = recorded()
     with pytest.raises(BadConfig, match="cannot be written"):
@@ -329,7 +366,7 @@ def test_names_are_no_markup_on_the_terminal() -> None:
     out = io.StringIO()
     record = recorded("[red]x[/red]")
     report.show({"[bold]p[/bold]": summarise(record)}, Console(file=out, width=140, highlight=False))
-    assert "[bold]p[/bold]" in out.getvalue() and "[red]x[/red]" in out.getvalue()
+    assert out.getvalue().count("[bold]p[/bold]") >= 2 and "[red]x[/red]" in out.getvalue()
 
 
 def test_the_best_of_a_column() -> None:
@@ -384,7 +421,7 @@ def test_the_marginal_model_is_the_one_that_loses_most_requests() -> None:
 def test_a_search_that_cannot_end_well_says_why() -> None:
     with pytest.raises(BadConfig, match=r"only 50.0 %; the worst model is b with 25.0 %"):
         search(lambda n: tried(n, 0.5, a=(4, 3), b=(4, 1)), 0.9, most=16)
-    with pytest.raises(BadConfig, match="cannot run|can run this: too large"):
+    with pytest.raises(BadConfig, match="can run this: too large"):
         search(lambda n: Trial(n, 0.0, {}, why="too large"), 0.9, most=4)
     for target in (0.0, 1.5):
         with pytest.raises(BadConfig, match="target"):
@@ -408,7 +445,14 @@ def test_what_is_judged() -> None:
 
 
 def test_a_story_names_who_was_ahead_and_by_what_it_was_late() -> None:
-    calls = [Call(0, 1.0, 0, 10, 5), Call(1, 1.5, 0, 10, 5), Call(2, 2.0, 0, 120, 5), Call(3, 2.5, 0, 10, 5), Call(4, 9.0, 1, 1, 1)]
+    calls = [
+        Call(0, 1.0, 0, 10, 5),
+        Call(1, 1.5, 0, 10, 5),
+        Call(2, 2.0, 0, 120, 5),
+        Call(3, 2.5, 0, 10, 5),
+        Call(5, 2.6, 0, 10, 5),
+        Call(4, 9.0, 1, 1, 1),
+    ]
     witness = Witness(scenario_of(calls=calls), 2)
     witness.stage("n1", "a", Stage.ACTIVE, 0.5)
     witness.decision(order(Verb.LOAD, why="long before"), 0.6)
@@ -416,7 +460,7 @@ def test_a_story_names_who_was_ahead_and_by_what_it_was_late() -> None:
     witness.moment(2.0, [])
     witness.decision(order(Verb.FORK, node="n2", why="one is not enough"), 2.2)
     witness.decision(order(Verb.FORK, model="b", node="n3", why="not ours"), 2.3)
-    witness.decision(Dispatch("n1", ("1", "3"), "by deadline"), 3.0)
+    witness.decision(Dispatch("n1", ("1", "3", "5"), "by deadline"), 3.0)
     witness.decision(Dispatch("n1", ("2",), "its turn"), 3.5)
     with pytest.raises(Told):
         witness.outcome(Outcome(calls[2], 2.25, 0.02, 4.4, "n1"))
@@ -426,10 +470,15 @@ def test_a_story_names_who_was_ahead_and_by_what_it_was_late() -> None:
     assert "Active on 1 device (n1) then; 1 of its requests waited already: 1." in text
     assert "00:00:02.200: decided to fork a on n2: one is not enough" in text
     assert "not ours" not in text and "long before" not in text
-    assert "begun on n1 after 1.50 s: its turn; 2 of its model's requests were begun before it meanwhile, 1 of which" in text
-    assert "3 of its model ran there already" in text
+    assert "begun on n1 after 1.50 s: its turn; 3 of its model's requests were begun before it" in text
+    assert "2 of which had come later" in text
+    assert "4 of its model ran there already" in text
     assert "its first token, after 2.25 s: 1.25 s late." in text
     assert lines[-1].endswith("Its promise was broken.")
+
+
+def device_of(asked: Scenario, node: NodeSpec) -> Device:
+    return devices.make("step", node, asked.models, (), asked.apps)
 
 
 def test_the_story_of_a_run_ends_like_the_run() -> None:
@@ -449,20 +498,22 @@ def test_the_story_of_a_run_ends_like_the_run() -> None:
 
     kept = Kept()
     make = functools.partial(policies.make, "prism", asked)
-    run(asked, make, lambda node: devices.make("step", node, asked.models, (), asked.apps), kept)  # type: ignore[arg-type]
+    device = functools.partial(device_of, asked)
+    run(asked, make, device, kept)  # type: ignore[arg-type]
     for id in sorted(kept.seen)[:: max(1, len(kept.seen) // 4)]:
         outcome = kept.seen[id]
-        lines = explain(asked, make, lambda node: devices.make("step", node, asked.models, (), asked.apps), id)
+        lines = explain(asked, make, device, id)
         app = asked.apps[outcome.call.app]
-        good = outcome.ttft_s is not None and outcome.ttft_s <= app.ttft_s and outcome.tpot_s <= app.tpot_s and not outcome.why
+        first_s = math.inf if outcome.ttft_s is None else outcome.ttft_s
+        good = not outcome.why and first_s <= app.ttft_s and outcome.tpot_s <= app.tpot_s
         assert ("was kept" in lines[-1]) == good
         assert any(f"after {columns.seconds(outcome.ttft_s)}:" in line for line in lines) or outcome.ttft_s is None
         assert outcome.ttft_s is None or any(f"begun on {outcome.node}" in line for line in lines)
     with pytest.raises(BadConfig, match="no request 999999"):
-        explain(asked, make, lambda node: devices.make("step", node, asked.models), 999_999)
+        explain(asked, make, device, 999_999)
 
 
-def test_plan_finds_and_shows_its_answer(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_plan_finds_and_shows_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text("""
 about = "a model that does not fit on one small device"
@@ -487,6 +538,10 @@ lengths = "100/4"
     assert "2 devices:" in shown and "with 1 it cannot run: tiny: Qwen3-8B takes 2 devices" in shown
     document = json.loads(out.read_text())
     assert document["nodes"] == 2 and [t["nodes"] for t in document["trials"]] == [1, 2]
-    for wrong, words in ((["--set", "hosts=3"], "number of devices"), (["--set", "x"], "KEY=VALUE"), (["--target", "2"], "target")):
+    for wrong, words in (
+        (["--set", "hosts=3"], "number of devices"),
+        (["--set", "x"], "KEY=VALUE"),
+        (["--target", "2"], "target"),
+    ):
         with pytest.raises(BadConfig, match=words):
             plan_command.main([*asked, *wrong])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import random
 from collections import Counter
+from pathlib import Path
 
+import msgspec
 import pytest
-from bench.simulator.links import Links
-from bench.simulator.records import Call, Fault, FaultKind
-from bench.simulator.serving import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_toys import LONGEST, Rover, Script, live_through, model_spec, node_spec, scenario_of
+from simulator_toys import LONGEST, Diary, Rover, Script, live_through, model_spec, node_spec, scenario_of
 
+from bench import simulate
+from bench.simulator import devices, policies, scenario
+from bench.simulator.links import Links
+from bench.simulator.records import Call, Fault, FaultKind
+from bench.simulator.run import Bar, run
+from bench.simulator.serving import PATIENCE_S
+from bench.simulator.world import Seen
 from janus_server.errors import BadConfig, Bug
-from janus_server.orders import Counted, Done, Failed, Observed, Report, Stage, Traffic, Unwanted, Verb, Wanted
+from janus_server.orders import Counted, Done, Failed, Lost, Observed, Report, Stage, Traffic, Unwanted, Verb, Wanted
 
 # Links
 
@@ -121,9 +130,26 @@ def test_orders_take_what_the_paths_take() -> None:
     assert [takes_s for _, takes_s in diary.orders.values()] == pytest.approx([LOAD_S, FORK_S, SLEEP_S, WAKE_S])
     ends = [(e.stage, e.copy) for _, e in script.told(Done) if isinstance(e, Done)]
     warm, up = (Stage.WARM, True), (Stage.ACTIVE, True)
-    assert ends == [(Stage.ACTIVE, False), (Stage.ACTIVE, False), warm, up, warm, (Stage.COLD, False), (Stage.COLD, False)]
+    assert ends == [
+        (Stage.ACTIVE, False),
+        (Stage.ACTIVE, False),
+        warm,
+        up,
+        warm,
+        (Stage.COLD, False),
+        (Stage.COLD, False),
+    ]
     holding = {now: nodes for now, nodes in diary.moments}
     assert holding[0.5] == () and holding[5.0] == ("n1",) and holding[15.0] == ("n1", "n2") and holding[65.0] == ()
+
+
+def test_copies_that_hosts_hold_from_the_start_are_told_of_and_can_be_woken() -> None:
+    script = Script((1.0, "n1", A, Verb.WAKE, None))
+    scenario = scenario_of([], [node_spec("n0"), node_spec("n1")], [model_spec(A), model_spec(B)], 5.0)
+    live_through(msgspec.structs.replace(scenario, copies={"n1": (A, B)}), lambda: script)
+    told = [(e.node, e.model, e.stage, e.copy) for _, e in script.told(Lost) if isinstance(e, Lost)]
+    assert told == [("n1", A, Stage.WARM, True), ("n1", B, Stage.WARM, True)]
+    assert [e.took_s for _, e in script.told(Done) if isinstance(e, Done)] == pytest.approx([WAKE_S])
 
 
 def test_sixteen_devices_of_a_host_share_its_memory() -> None:
@@ -193,7 +219,9 @@ def test_a_replica_of_two_shards_serves_when_both_are_there_and_its_head_does_th
 def test_shards_that_do_not_make_a_replica_are_a_bug() -> None:
     script = Script((1.0, "n0", A, Verb.LOAD, None))
     with pytest.raises(Bug, match="names 1 nodes of a replica of 2 shards"):
-        live_through(scenario_of([], [node_spec("n0"), node_spec("n1")], [model_spec(A, shards=2)], 5.0), lambda: script)
+        live_through(
+            scenario_of([], [node_spec("n0"), node_spec("n1")], [model_spec(A, shards=2)], 5.0), lambda: script
+        )
 
 
 # Requests
@@ -217,8 +245,13 @@ def test_a_request_is_told_of_begun_and_ended_with_the_right_times() -> None:
         (0.25, "Wanted"), (pytest.approx(LOAD_S), "Unwanted")
     ]  # fmt: skip
     counted = [event.models[A] for _, event in script.told(Counted) if isinstance(event, Counted)]
-    assert (counted[-1].input_tokens, counted[-1].output_tokens, counted[-1].ended, counted[-1].late) == (4000, 14, 3, 1)
-    for before, after in zip(counted, counted[1:], strict=False):
+    assert (counted[-1].input_tokens, counted[-1].output_tokens, counted[-1].ended, counted[-1].late) == (
+        4000,
+        14,
+        3,
+        1,
+    )
+    for before, after in itertools.pairwise(counted):
         assert before.output_tokens <= after.output_tokens and before.input_tokens <= after.input_tokens
 
 
@@ -248,7 +281,10 @@ def test_nobody_waits_for_ever_for_a_model_that_is_never_placed() -> None:
     models = [model_spec(A), model_spec(B)]
     script = Script((0.0, "n0", A, Verb.LOAD, None))
     world, diary = live_through(scenario_of(calls, [node_spec("n0")], models, 20.0), lambda: script)
-    assert Counter(outcome.why for outcome in diary.outcomes) == {"": 10, "refused: its model was not there for 120 s": 10}
+    assert Counter(outcome.why for outcome in diary.outcomes) == {
+        "": 10,
+        "refused: its model was not there for 120 s": 10,
+    }
     assert max(outcome.ended_s for outcome in diary.outcomes) <= 20.0 + PATIENCE_S
     assert world.lines == [f"never served: {B}"]
 
@@ -271,7 +307,7 @@ class _Hasty(Script):
 
 
 def test_a_policy_that_always_wants_to_be_woken_now_does_not_stop_the_clock() -> None:
-    world, diary = live_through(scenario_of([], [node_spec("n0")], [model_spec(A)], 2.0), lambda: _Hasty())
+    _, diary = live_through(scenario_of([], [node_spec("n0")], [model_spec(A)], 2.0), lambda: _Hasty())
     assert diary.closed_s == pytest.approx(2.0, abs=0.5)
 
 
@@ -369,6 +405,8 @@ def test_a_scenario_that_makes_no_sense_is_refused_before_the_run() -> None:
         (scenario_of([], [node, node], [model], 1.0), "the same name"),
         (scenario_of([], [node], [model_spec(A, pages=99)], 1.0), "the largest device has 100"),
         (scenario_of([], [node], [model_spec(A, shards=2)], 1.0), "takes 2 devices"),
+        (msgspec.structs.replace(scenario_of([], [node], [model], 1.0), copies={"n0": ("x",)}), "is not there"),
+        (msgspec.structs.replace(scenario_of([], [node], [model], 1.0), copies={"n0": (A, A)}), "no host memory"),
         (scenario_of([], [node], [model], 1.0, [Fault(at_s=1.0, kind=FaultKind.NODE, node="nx")]), "not there"),
         (scenario_of([Call(1, 2.0, 0, 5, 5), Call(2, 1.0, 0, 5, 5)], [node], [model], 3.0), "after one at"),
         (scenario_of([Call(1, 0.0, 0, -5, 5)], [node], [model], 1.0), "-5 tokens in"),
@@ -376,3 +414,58 @@ def test_a_scenario_that_makes_no_sense_is_refused_before_the_run() -> None:
     ):
         with pytest.raises(BadConfig, match=says):
             live_through(bad, lambda: Script())
+
+
+# All parts together
+
+
+@pytest.mark.parametrize("fidelity", ["fluid", "step"])
+@pytest.mark.parametrize("name", ["janus", "static", "serverlessllm"])
+def test_real_policies_and_devices_end_every_request_once_and_the_same_each_time(name: str, fidelity: str) -> None:
+    asked = scenario.read("smoke", 3, {"duration_s": "15"})
+    faults = (Fault(at_s=9.0, kind=FaultKind.NODE, node=asked.nodes[1].name, lasts_s=5.0),)
+    asked = msgspec.structs.replace(asked, faults=faults)
+    outcomes = []
+    for _ in range(2):
+        diary = Diary()
+        make = functools.partial(policies.make, name, asked)
+        done = run(asked, make, lambda node: devices.make(fidelity, node, asked.models, (), asked.apps), diary)
+        assert Counter(o.call.id for o in diary.outcomes) == Counter(call.id for call in asked.calls)
+        assert done.came == len(diary.outcomes) > 100 and sum(done.used_s.values()) > 0.0
+        outcomes.append(diary.outcomes)
+    assert outcomes[0] == outcomes[1]
+    assert sum(not outcome.why for outcome in outcomes[0]) > 0.5 * len(outcomes[0])
+    for outcome in outcomes[0]:
+        if not outcome.why:
+            assert outcome.ttft_s is not None and outcome.ttft_s > 0.0 and outcome.tpot_s >= 0.0
+            last_s = outcome.call.at_s + outcome.ttft_s + outcome.tpot_s * (outcome.call.output_tokens - 1)
+            assert outcome.ended_s == pytest.approx(last_s)
+
+
+def test_the_command_says_what_is_wrong_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "day62" in listed and "serverlessllm" in listed
+    for arguments, says in (
+        (["--policy", "janos"], "did you mean"),
+        (["--scenario", "nowhere"], "no scenario is named"),
+        (["--fidelity", "rough"], "step, fluid"),
+        (["--set", "duration_s"], "KEY=VALUE"),
+    ):
+        with pytest.raises(BadConfig, match=says):
+            simulate.main(arguments)
+
+
+def test_the_command_compares_policies_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--set", "duration_s=10", "--policy", "janus", "static", "--quiet", "--out", str(tmp_path)]
+    assert simulate.main(arguments) == 0
+    shown = capsys.readouterr()
+    assert "janus" in shown.out and "static" in shown.out and "simulated in" in shown.err
+    assert set(json.loads((tmp_path / "summary.json").read_text())) == {"janus", "static"}
+    assert simulate.main(["--set", "duration_s=10", "--explain", "5", "--quiet"]) == 0
+    assert "5" in capsys.readouterr().out
+
+
+def test_the_bar_says_how_far_a_run_is() -> None:
+    line = Bar("janus", 7200.0).line(Seen(3600.0, 50_000, 12), 10.0)
+    assert "1:00:00 of 2:00:00" in line and "360 s/s" in line and "5,000 requests/s" in line and "0:00:10 left" in line

@@ -95,8 +95,12 @@ class Server:
         self._process.send_signal(signal.SIGINT)
         self._process.wait(60)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def peak_rss_bytes(self) -> int:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
 
     def metrics(self) -> dict[str, float]:

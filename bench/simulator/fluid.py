@@ -189,6 +189,9 @@ class Fluid:
             self._spares = (0.0 if flow.prompts else SURE * max(0.0, flow.pace_s - flow.step_s)), flow.step_s
             return (flow.goal - flow.steps) * flow.step_s
         prompts = any([flow.prompts for flow in working])
+        if prompts and self._spare_s > 0.0:
+            paced = [flow.pace_s - flow.decode_s for flow in working if flow.rows]
+            self._spare_s = min(self._spare_s, SURE * max(0.0, min(paced, default=_NEVER)))
         found = rates([flow.ask(self._at_s) for flow in working], self._spare_s if prompts else 0.0)
         self._spares = 0.0 if prompts else found.spare_s, found.round_s
         due_s = self._spare_s if prompts and self._spare_s > 0.0 else _NEVER

@@ -138,9 +138,9 @@ def _beside_prompts(asks: Sequence[Ask], prompting: Sequence[int]) -> list[float
         if i not in prompting and ask.decodes:
             found[i] = 1.0 / max(ask.pace_s - early_s, ask.step_s, 0.2 * ask.pace_s)
             left -= found[i] * ask.step_s
-    if left <= _LEAST_LEFT:
-        period_s = sum(ask.step_s for i, ask in enumerate(asks) if i in prompting or ask.decodes)
-        return [1.0 / period_s if i in prompting or ask.decodes else 0.0 for i, ask in enumerate(asks)]
+    if left < _LEAST_LEFT:
+        scale, left = (1.0 - _LEAST_LEFT) / (1.0 - left), _LEAST_LEFT
+        found = [rate * scale for rate in found]
     round_s = sum(asks[i].step_s for i in prompting)
     for i in prompting:
         found[i] = left / round_s

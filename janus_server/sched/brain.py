@@ -183,7 +183,7 @@ class Brain:
             case Lost(node, model, stage, copy) if node in self._rooms and model in self._rooms[node].models:
                 self._rooms[node].lost(model, stage, copy)
                 return (node,)
-            case Asked(model) if self._with(model):
+            case Asked():
                 actions.append(self._ask(event, now))
                 return self._rooms
             case Observed():
@@ -261,7 +261,8 @@ class Brain:
                 actions.append(Refuse(model, _few(shards, len(best)), self.settings.broken_s if best else None))
             return ()
         nodes = tuple(sorted(room.node for room in best[:shards]))
-        self._fleet.adopt(model, nodes)
+        if all(room.able(model) for room in best[:shards]):  # else it is refused
+            self._fleet.adopt(model, nodes)
         for room in best[:shards]:
             room.want(model, now)
         return nodes
@@ -275,7 +276,8 @@ class Brain:
         model, wish = event.model, event.wish
         rooms = [room for room in self._best(model, now) if event.node in (None, room.node)]
         if not rooms:
-            return Answer(model, False, f"there is no node {event.node} that has {model}")
+            which = "no node" if event.node is None else f"no node {event.node}"
+            return Answer(model, False, f"there is {which} that has {model}")
         shards = rooms[0].models[model].known.shards
         if wish.goal is Stage.ACTIVE and len(rooms) < shards:
             return Answer(model, False, f"{model}: {_few(shards, len(rooms))}")
@@ -348,5 +350,4 @@ def _ado(room: Room, model: str, now: float) -> tuple[bool, bool, bool, bool, fl
 
 
 def _few(shards: int, nodes: int) -> str:
-    have = "one that has it is there" if nodes == 1 else f"{nodes or 'no'} nodes have it"
-    return f"it takes {shards} nodes, and {have}" if nodes else "no node has it"
+    return f"it takes {shards} nodes that have it, and there are {nodes}" if nodes else "no node has it"

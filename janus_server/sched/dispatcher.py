@@ -34,11 +34,11 @@ class Given(NamedTuple):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `Dispatcher` knows at one moment: what waits, and on which machines; what was given to which, and when to
-    plan again."""
+    """What a `Dispatcher` knows at one moment: what waits, what was given to which machine, and when to plan again:
+    where nothing happens before, at look_s."""
 
     tickets: tuple[Ticket, ...] = ()
-    awaited: tuple[str, ...] = ()
+    look_s: float | None = None
     given: dict[str, str] = {}
     begun: int = 0
     backlogs: dict[str, Backlog] = {}
@@ -67,7 +67,7 @@ class Dispatcher:
         self._jobs: dict[str, tuple[Job, float]] = {}
         for ticket in known.tickets:
             self._add(ticket)
-        self._awaited = known.awaited
+        self._look_s = known.look_s
         self._given = known.given
         self._begun = known.begun
         self._backlogs = known.backlogs
@@ -75,7 +75,7 @@ class Dispatcher:
     def memory(self) -> Waiting:
         """What it knows now, as a copy."""
         return copy.deepcopy(
-            Waiting(tickets=tuple(self._waiting.values()), awaited=self._awaited, given=self._given,
+            Waiting(tickets=tuple(self._waiting.values()), look_s=self._look_s, given=self._given,
                     begun=self._begun, backlogs=self._backlogs, cadence=self._cadence)
         )  # fmt: skip
 
@@ -134,12 +134,7 @@ class Dispatcher:
         """
         if not self._waiting:
             return None
-        due_s = self._cadence.due_s()
-        planned_s = now if self._cadence.planned_s is None else self._cadence.planned_s
-        for machine in self._awaited:
-            backlog = self._backlogs.get(machine)
-            if backlog is not None and len(backlog):
-                due_s = min(due_s, max(backlog.start_s(now) - self._ahead_s, planned_s + self._ahead_s))
+        due_s = min(self._cadence.due_s(), math.inf if self._look_s is None else self._look_s)
         return None if due_s == math.inf else max(due_s, now)
 
     def begin(self, now: float, machines_of: Callable[[str], Sequence[str]]) -> list[Given]:
@@ -151,12 +146,13 @@ class Dispatcher:
         models = dict.fromkeys(model for _, model in self._kinds)
         holders = {model: tuple(machines_of(model)) for model in models}
         machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
-        self._awaited = tuple(machines)
         given: list[Given] = []
         jobs: dict[_Kind, list[Job]] = {}
         while more := self._next(now, holders, machines, jobs):
             given += more
         self._cadence.planned(now)
+        ends = [machine.start_s for machine in machines.values() if machine.start_s > now]
+        self._look_s = max(min(ends) - self._ahead_s, now + self._ahead_s) if ends else None
         return given
 
     def _next(
@@ -183,7 +179,11 @@ class Dispatcher:
                 jobs[kind] = [self._job(ticket, now) for ticket in self._kinds[kind].values()]
         due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in jobs[kind]) for kind in able}
         for kind in sorted(able, key=lambda kind: (kind[0], due[kind])):
-            plan = dispatch_live(jobs[kind], [machines[name] for name in holders[kind[1]]])
+            able_machines = [machines[name] for name in holders[kind[1]]]
+            if len(jobs[kind]) == 1:  # the commonest case by far, and any plan's
+                first = min(able_machines, key=lambda machine: machine.start_s)
+                return [self._give(self._waiting[jobs[kind][0].id], first.id, now, machines)]
+            plan = dispatch_live(jobs[kind], able_machines)
             if picks := plan.ready(now, self._ahead_s):
                 return [self._give(self._waiting[pick.job.id], pick.machine, now, machines) for pick in picks]
         return []

@@ -26,7 +26,7 @@ from janus_server.sched.pools import Member, Pool, Pools, Signal, assign, steady
 from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
 from janus_server.sched.roster import Roster
-from janus_server.sched.scaling import Question, Scaler
+from janus_server.sched.scaling import Question, Scaler, impossible
 from janus_server.sched.source import Origin, choose
 
 _UP = (Verb.LOAD, Verb.WAKE, Verb.FORK)
@@ -63,9 +63,10 @@ class Fleet:
         self._since_s, self._fast_s, self._slow_s = known.since_s, known.fast_s, known.slow_s
         self._roster = Roster()
         self._elastic: tuple[Device, ...] = ()
+        self._inside: frozenset[str] = frozenset()
         for room in rooms.values():
             self.joined(room)
-        self._moving = known.moving
+        self._slow_s, self._moving = known.slow_s, known.moving
         self._cluster(0.0)
 
     def memory(self) -> FleetMemory:
@@ -92,15 +93,21 @@ class Fleet:
     # Hearing
 
     def joined(self, room: Room) -> None:
-        """A node came."""
+        """A node came: who found no room may have some now."""
         room.led = self._roster.led
         self._roster.joined(room)
-        self._moving = True
+        self._soon()
 
     def left(self, room: Room) -> None:
         """A node went, and its room with it."""
         self._roster.left(room)
+        self._seats = tuple(seat for seat in self._seats if room.node not in seat.devices)
         self.look(room.node)
+        self._soon()
+
+    def _soon(self) -> None:
+        """Both paths, the next time that one is due: nodes come and go many at once."""
+        self._slow_s, self._moving = min(self._slow_s, self._fast_s), True
 
     def knows(self, model: str) -> bool:
         """A node has it in its catalogue."""
@@ -190,7 +197,7 @@ class Fleet:
         held.update(device for r in cluster.replicas if r.model in alone for device in r.devices)
         elastic = tuple(device for device in cluster.devices if device.id not in held)
         if elastic != self._elastic:  # the same object while it is the same: the scaler looks at no more
-            self._elastic = elastic
+            self._elastic, self._inside = elastic, frozenset(device.id for device in elastic)
         return cluster
 
     # The slow path
@@ -208,9 +215,11 @@ class Fleet:
 
     def _slow(self, cluster: Cluster, now: float, actions: list[Action], notes: list[Note]) -> None:
         """Who shares devices, and which."""
-        awake = self._awake(now)
         devices = cluster.devices
-        notes += self._roster.notes()
+        sizes = sorted(device.pages for device in devices)
+        vain = {name: impossible(self._roster.models[name], sizes) for name in self._awake(now)}
+        awake = [name for name, why in vain.items() if why is None]
+        notes += [*self._roster.notes(), *(Note(name, why) for name, why in vain.items() if why is not None)]
         signals = self._signals(awake, devices, now)
         if len(self._settings.pools) == 1:
             only = self._settings.pools[0]
@@ -317,7 +326,11 @@ class Fleet:
         """One step of the steady pool. A model that went to the other one stays until it is up there."""
         up = {r.model for r in here.replicas if r.standing is Standing.ACTIVE}
         leaving = set(self._pools.of(Pool.ELASTIC)) - up
-        wanted = [seat for seat in self._seats if seat.model not in leaving and self._kept(seat.model, now)]
+        # A node where models wait for each other's room lets them take turns: that is not to be planned against.
+        waiting = {r.key for r in there.replicas if self.footing.waits(r)}
+        there = Cluster(there.devices, tuple(r for r in there.replicas if r.key not in waiting))
+        wanted = [seat for seat in self._seats
+                  if seat.key not in waiting and seat.model not in leaving and self._kept(seat.model, now)]  # fmt: skip
         # What is none of its business stays too.
         wanted += [r for r in there.replicas if r.standing is not Standing.SINKING
                    and (r.model in leaving or not self.decides(r.model))]  # fmt: skip
@@ -327,7 +340,7 @@ class Fleet:
 
     def _apart(self, cluster: Cluster) -> tuple[Cluster, Cluster]:
         """The elastic pool, and the rest."""
-        inside = {device.id for device in self._elastic}
+        inside = self._inside
         within = [inside.issuperset(r.devices) for r in cluster.replicas]
         return (
             Cluster(self._elastic, tuple(r for r, yes in zip(cluster.replicas, within, strict=True) if yes)),
@@ -343,7 +356,7 @@ class Fleet:
     def _tell(self, change: Change, cluster: Cluster, now: float) -> Sequence[str]:
         if change.verb in _DOWN:
             feeding = any(r.key == (change.model, change.devices) and r.serves for r in cluster.replicas)
-            return () if feeding else self._lower(change.model, change.devices, change.why)
+            return () if feeding else self._lower(change.model, change.devices, self._why_down(change, now))
         if change.verb is Verb.SERVE:
             for node in change.devices:
                 self._rooms[node].keep(change.model)
@@ -356,6 +369,14 @@ class Fleet:
         for node, source in zip(change.devices, sources, strict=True):
             self._rooms[node].bring(change.model, source, change.why, now)
         return change.devices
+
+    def _why_down(self, change: Change, now: float) -> str:
+        name = f"{change.model}@{'+'.join(change.devices)}"
+        if self._idle(change.model, now):
+            return f"{name}: no request for {self._roster.models[change.model].idle_s:g} s"
+        if change.model in self._pools.of(Pool.ELASTIC) and not set(change.devices) <= self._inside:
+            return f"{name}: the model has nodes of its own"
+        return change.why
 
     def _lower(self, model: str, nodes: Sequence[str], why: str) -> list[str]:
         """The head first: what it runs takes all shards."""

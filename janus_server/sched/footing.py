@@ -78,6 +78,11 @@ class Footing:
         held = self._homes.get(model, ())
         return any(len(nodes) > 1 or self._torn(model, nodes) or self._standing(model, nodes) in live for nodes in held)
 
+    def waits(self, replica: Replica) -> bool:
+        """It is to be brought up, and a node of it has given no order yet."""
+        beliefs = self._beliefs(replica.model, replica.devices)
+        return not all(belief.holds_pages or belief.sinking for belief in beliefs)
+
     def rests(self) -> list[tuple[str, str]]:
         """Shards, by model and node, whose replica lost another one."""
         return [(model, nodes[0]) for model, held in sorted(self._homes.items()) for nodes in held

@@ -46,7 +46,6 @@ class Steady(FleetWorld):
         self.subjects: dict[str, Subject] = {}
         self.counted: dict[str, int] = {}
         self.lines: list[str] = []
-        self.ahead_s = 0.0
         self.later(_PERIOD_S, "observe")
 
     def first_s(self, ticket: Ticket) -> float:
@@ -58,11 +57,6 @@ class Steady(FleetWorld):
     def order_s(self, order: Order) -> float:
         return _TAKES_S[order.verb]
 
-    def tell(self, event: Event) -> None:
-        self.now += self.ahead_s
-        super().tell(event)
-        self.now -= self.ahead_s
-
     def obey(self, action: Action) -> None:
         said = None
         match action:
@@ -72,13 +66,11 @@ class Steady(FleetWorld):
                 said = f"refuse {model}: {why}" + ("" if retry_s is None else f"; again in {retry_s:g} s")
             case Answer(_, _, why):
                 said = f"answer: {why}"
-        self.now -= self.ahead_s
         before = len(self.said)
         if not isinstance(action, Answer):
             super().obey(action)
         for _, why in self.said[before:] if said is None else [(0.0, said)]:
             self.lines.append(f"    {self.now:.2f} {why}")
-        self.now += self.ahead_s
 
     def flow(self, model: str, rate: float) -> None:
         self.rates[model] = rate
@@ -100,7 +92,7 @@ class Steady(FleetWorld):
         for model, requests in self.counted.items():
             rate = requests / _PERIOD_S
             features = Features(rate * (_TOKENS + 10), rate, _TOKENS, 1.0, 10.0, 1.0)
-            models[model] = Observation(at_s=self.now, features=features, replicas=1, requests=requests,
+            models[model] = Observation(at_s=self.clock, features=features, replicas=1, requests=requests,
                                         on_time=requests)  # fmt: skip
         self.counted.clear()
         if self.subjects:

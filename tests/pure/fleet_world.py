@@ -81,6 +81,7 @@ class FleetWorld:
         self.told: list[tuple[Event, float, list[orders.Action]]] = []
         self.wanted: set[str] = set()
         self.calm_s = 0.0
+        self.ahead_s = 0.0  # of the clock that the Brain is told
         self.back_s: float | None = 5.0  # how long a lost node is gone
         self.snapshot: tuple[int, bytes] | None = None
         for i in range(nodes):
@@ -103,13 +104,18 @@ class FleetWorld:
         self.now = until_s
 
     def tell(self, event: Event) -> None:
-        actions = self.brain.on(event, self.now)
-        self.told.append((event, self.now, actions))
+        now = self.clock
+        actions = self.brain.on(event, now)
+        self.told.append((event, now, actions))
         for action in actions:
             self.obey(action)
-        due_s = self.brain.next_wake(self.now)
+        due_s = self.brain.next_wake(now)
         if due_s is not None:
-            self.later(max(0.0, due_s - self.now), "tick")
+            self.later(max(0.0, due_s - now), "tick")
+
+    @property
+    def clock(self) -> float:
+        return self.now + self.ahead_s
 
     def report(self, name: str) -> None:
         node = self.nodes[name]
@@ -145,7 +151,7 @@ class FleetWorld:
         if self.back_s is not None:
             self.later(self.back_s, "rejoin", Node(name, node.pool, node.host, list(self.models), node.place))
         for id in again:
-            self.arrive(msgspec.structs.replace(self.waiting[id], id=f"{id}'", arrived_s=self.now))
+            self.arrive(msgspec.structs.replace(self.waiting[id], id=f"{id}'", arrived_s=self.clock))
             self.waiting.pop(id)
 
     def cut(self, replicas: list[tuple[str, tuple[str, ...]]]) -> list[str]:
@@ -168,8 +174,10 @@ class FleetWorld:
             self.lose(self.rng.choice(sorted(self.nodes)))
 
     def _tick(self, _: object) -> None:
-        due_s = self.brain.next_wake(self.now)
-        if due_s is not None and due_s <= self.now:
+        due_s = self.brain.next_wake(self.clock)
+        # As whoever sleeps until then: a hair early is not too early.
+        if due_s is not None and due_s <= self.clock + 1e-6:
+            self.now += max(0.0, due_s - self.clock)
             self.tell(Tick())
 
     def _count(self, _: object) -> None:
@@ -183,7 +191,7 @@ class FleetWorld:
 
     def ask(self, model: str, tokens: int = 100, work_s: float = 0.02) -> None:
         self.tickets += 1
-        self.arrive(Ticket(id=f"t{self.tickets}", model=model, prompt_tokens=tokens, work_s=work_s, arrived_s=self.now,
+        self.arrive(Ticket(id=f"t{self.tickets}", model=model, prompt_tokens=tokens, work_s=work_s, arrived_s=self.clock,
                            ttft_s=1.0))  # fmt: skip
 
     def _ask(self, model: object) -> None:

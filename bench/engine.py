@@ -164,7 +164,10 @@ def _burst(server: Server, rng: random.Random, streams: int, prompt: int, output
 async def _stream(port: int, body: dict[str, object]) -> list[float]:
     """When each token's event of one streaming completion arrived. Raw sockets: the client shares these cores."""
     payload = json.dumps({**body, "model": "m", "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + payload)
     status = await reader.readuntil(b"\r\n\r\n")

@@ -267,12 +267,13 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 class Counts(msgspec.Struct, frozen=True):
     """Of one model, over all nodes since the leader leads: tokens of the prompts that came and of the answers so far,
-    and of the requests that a promise was made for those that ended, and those of them that were late."""
+    of the requests that a promise was made for those that ended and those of them that were late, and how many came."""
 
     input_tokens: int
     output_tokens: int
     ended: int = 0
     late: int = 0
+    requests: int = 0
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):

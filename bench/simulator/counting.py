@@ -17,12 +17,13 @@ class Tally:
     """Since the run began (input_tokens …) and since the last window was taken (inputs …): counts, sums, squares."""
 
     __slots__ = (
-        "_decoding", "_first_sum_s", "_late", "_out_tokens", "_pace_s", "_promised", "_told_out", "came", "changed",
-        "in_squares", "in_total", "input_tokens", "judged", "on_time", "out_count", "out_squares", "out_total",
+        "_decoding", "_first_sum_s", "_late", "_out_tokens", "_pace_s", "_promised", "_requests", "_told_out", "came",
+        "changed", "in_squares", "in_total", "input_tokens", "judged", "on_time", "out_count", "out_squares",
+        "out_total",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.input_tokens = self._out_tokens = self._told_out = self._promised = self._late = 0
+        self.input_tokens = self._out_tokens = self._told_out = self._promised = self._late = self._requests = 0
         self._decoding, self._first_sum_s, self._pace_s = 0, 0.0, _FIRST_PACE_S
         self.changed = False
         self.clear()
@@ -39,6 +40,7 @@ class Tally:
     def arrived(self, tokens: int) -> None:
         self.input_tokens += tokens
         self.came += 1
+        self._requests += 1
         self.in_total += tokens
         self.in_squares += tokens * tokens
         self.changed = True
@@ -76,4 +78,4 @@ class Tally:
         drawing = max(0.0, self._decoding * now - self._first_sum_s) / self._pace_s
         self._told_out = max(self._told_out, self._out_tokens + int(drawing))
         self.changed = False
-        return Counts(self.input_tokens, self._told_out, self._promised, self._late)
+        return Counts(self.input_tokens, self._told_out, self._promised, self._late, self._requests)

@@ -135,15 +135,19 @@ def _beside_prompts(asks: Sequence[Ask], prompting: Sequence[int]) -> list[float
     early_s = max(asks[i].least_s for i in prompting) * (1.0 / SURE - 0.5)
     found, left = [0.0] * len(asks), 1.0
     for i, ask in enumerate(asks):
-        if i not in prompting and ask.decodes:
-            found[i] = 1.0 / max(ask.pace_s - early_s, ask.step_s, 0.2 * ask.pace_s)
+        if ask.decodes:
+            early = 0.0 if i in prompting else early_s
+            found[i] = 1.0 / max(ask.pace_s - early, ask.step_s, 0.2 * ask.pace_s)
             left -= found[i] * ask.step_s
-    if left < _LEAST_LEFT:
-        scale, left = (1.0 - _LEAST_LEFT) / (1.0 - left), _LEAST_LEFT
-        found = [rate * scale for rate in found]
+    waiting = [i for i in prompting if not asks[i].decodes]
+    least = _LEAST_LEFT if waiting else 0.0
+    if left < least:
+        # Streams are late then, each by as much of its pace, and hold up prompts that bring no tokens yet.
+        scale, left = (1.0 - least) / (1.0 - left), least
+        found, prompting = [rate * scale for rate in found], waiting or prompting
     round_s = sum(asks[i].step_s for i in prompting)
     for i in prompting:
-        found[i] = left / round_s
+        found[i] += left / round_s
     return found
 
 

@@ -93,8 +93,7 @@ class Brain:
             for model in self._fleet.homeless(now):
                 led.update(dict.fromkeys(self._make_room(model, now, actions)))
             self._plan(led, None, now, actions)
-        # Who is served elsewhere does not care that it cannot be had here.
-        actions = [a for a in actions if not (isinstance(a, Refuse) and self._fleet.footing.held(a.model))]
+        actions = [a for a in actions if not (isinstance(a, Refuse) and self._elsewhere(a, now))]
         self._dispatch(event, now, actions)
         return actions
 
@@ -196,6 +195,15 @@ class Brain:
             case _:  # Tick: what is due is looked at anyway
                 pass
         return ()
+
+    def _elsewhere(self, refusal: Refuse, now: float) -> bool:
+        """Who is served elsewhere does not care that it cannot be had here, nor who may be where it is not broken."""
+        if self._fleet.footing.held(refusal.model):
+            return True
+        beliefs = [(room, room.models[refusal.model]) for room in self._with(refusal.model)]
+        broken = any(one.barred(now) and one.broken == refusal.why for _, one in beliefs)
+        able = [room for room, one in beliefs if not one.barred(now) and room.able(refusal.model)]
+        return broken and self._fleet.leads and len(able) >= max(one.known.shards for _, one in beliefs)
 
     def _join(self, event: Joined, now: float) -> None:
         """A node is there; nothing is left of one that had its name before. What it is to load at start is wanted from

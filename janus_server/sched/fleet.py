@@ -14,25 +14,22 @@ from janus_server.orders import Action, Counted, Decided, Verb
 from janus_server.sched.demand import Demand, Kind, Placement, Reason, Seat
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
-from janus_server.sched.foresight import Foresight, Need
-from janus_server.sched.ladder import choose as fewest
-from janus_server.sched.ladder import ladder
+from janus_server.sched.foresight import Foresight
 from janus_server.sched.meter import Meter
 from janus_server.sched.notebook import Notebook
 from janus_server.sched.packing import pack
 from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
 from janus_server.sched.plan import plan
-from janus_server.sched.pools import Member, Pool, Pools, Signal, assign, steady_demands
+from janus_server.sched.pools import Member, Pool, Pools, assign, steady_demands
 from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
 from janus_server.sched.roster import Roster
-from janus_server.sched.scaling import Question, Scaler, impossible
+from janus_server.sched.scaling import Scaler, impossible
+from janus_server.sched.signals import signals, whole
 from janus_server.sched.source import Origin, choose
 
 _UP = (Verb.LOAD, Verb.WAKE, Verb.FORK)
 _DOWN = (Verb.DRAIN, Verb.SLEEP, Verb.UNLOAD)
-# How many replicas of one model are asked about one by one.
-_NEAR = 8
 # So many periods of the slow path a note holds after it was made last.
 _NOTES_HOLD = 4.0
 
@@ -150,7 +147,7 @@ class Fleet:
         """A replica is up there, or will be, for a reason of its own."""
         if self._roster.models[model].shards == len(nodes) and self.footing.add(model, nodes) and self.decides(model):
             # A seat that nothing came of is given up for this one.
-            kept = [seat for seat in self._seats if seat.model != model or self._held(seat) and seat.devices != nodes]
+            kept = [s for s in self._seats if s.model != model or (self._held(s) and s.devices != nodes)]
             self._seats = (*kept, Replica(model=model, devices=nodes))
 
     def _held(self, seat: Replica) -> bool:
@@ -182,7 +179,7 @@ class Fleet:
         here, there = self._apart(cluster)
         changes = [*self._roll(here, there, notes), *self._step(here, there, now, notes)]
         for change in changes:
-            touched += self._tell(change, cluster, now)
+            touched += self._tell(change, cluster, now, notes)
         for model, node in self.footing.rests():
             touched += self._lower(model, (node,), f"{model}@{node} is of no use: its replica lost a shard")
         # Whatever is on its way or going needs another look, though nothing may happen in between.
@@ -220,46 +217,16 @@ class Fleet:
         vain = {name: impossible(self._roster.models[name], sizes) for name in self._awake(now)}
         awake = [name for name, why in vain.items() if why is None]
         notes += [*self._roster.notes(), *(Note(name, why) for name, why in vain.items() if why is not None)]
-        signals = self._signals(awake, devices, now)
+        found = signals(awake, self._roster.models, devices, self._foresight, self._meter, self._settings, now)
         if len(self._settings.pools) == 1:
             only = self._settings.pools[0]
             self._pools = Pools(tuple(Member(model=name, pool=only, since_s=now) for name in sorted(awake)), now)
         else:
-            assignment = assign(self._pools, signals, len(devices), now, self._settings.assignment)
+            assignment = assign(self._pools, found, len(devices), now, self._settings.assignment)
             self._pools = assignment.pools
             actions += [Decided(change.model, change.why) for change in assignment.changes]
             notes += assignment.notes
-        self._pack(cluster, steady_demands(self._pools, signals, self._settings.overlap), actions, notes)
-
-    def _signals(self, names: Sequence[str], devices: Sequence[Device], now: float) -> list[Signal]:
-        """What each model needs, by the oracle where it knows something, else by the table of rates."""
-        whole = _whole(devices)
-        needs = self._foresight.needs(names, now, 2.0 * self._settings.slow_s)
-        counts = ladder(_NEAR, max(1, len(devices)))
-        said = self._foresight.expect([Question(name, 1.0, counts) for name in needs],
-                                      {name: need.tokens_s for name, need in needs.items()})  # fmt: skip
-        replicas = {
-            name: fewest(counts, shares, self._roster.models[name].target).count
-            for name, shares in zip(needs, said, strict=True) if shares is not None
-        }  # fmt: skip
-        signals = []
-        for name in names:
-            model = self._roster.models[name]
-            need = needs[name] if name in replicas else self._by_table(name, now)
-            share = model.pages / whole
-            # What only larger devices than most can hold shares none: it gets one of those, as an elastic one.
-            load = share if share > 1.0 else 0.0
-            signals.append(Signal(
-                model=name, replicas=replicas.get(name) or self._settings.table.count(need.tokens_s),
-                hbm=min(max(share, need.hbm), 1.0), compute=max(need.compute / self._settings.fill, load),
-                bandwidth=need.bandwidth / self._settings.fill, shards=model.shards, heat=need.tokens_s,
-                move_s=model.outage_s,
-            ))  # fmt: skip
-        return signals
-
-    def _by_table(self, name: str, now: float) -> Need:
-        tokens_s = self._meter.load(name, 0.0, now).tokens_s
-        return Need(tokens_s, 0.0, tokens_s / self._settings.table.per_replica, 0.0)
+        self._pack(cluster, steady_demands(self._pools, found, self._settings.overlap), actions, notes)
 
     def _pack(self, cluster: Cluster, demands: list[Demand], actions: list[Action], notes: list[Note]) -> None:
         """Starting from what stands: where replicas of the steady models are, or were to be."""
@@ -269,21 +236,24 @@ class Fleet:
         homes = self._homes(wanted, live)
         taken = {device for home in homes.values() for device in home}
         others = {device for r in live if r.model not in wanted for device in r.devices}
-        whole = _whole(cluster.devices)
-        large = [device.id for device in cluster.devices if device.pages >= whole]
+        least = whole(cluster.devices)
+        large = [device.id for device in cluster.devices if device.pages >= least]
         names = sorted(large, key=lambda name: name not in taken)
         usable = [name for name in names if name in taken or name not in others]
         seats = tuple(Seat(model, device) for model in sorted(homes) for device in homes[model])
         decision = pack(demands, usable, Placement(seats, self._placement.vain), self._settings.packing)
         self._placement = decision.placement
+        found = decision.placement.homes
+        stay = {model for model, home in found.items() if _across(home, homes.get(model, ()))}
         for move in decision.moves:
-            if move.kind is not Kind.DROP:
+            if move.kind is not Kind.DROP and move.model not in stay:
                 actions.append(Decided(move.model, f"{move.model} to {move.target}: {move.why}"))
         notes += [Note(refusal.model, refusal.why) for refusal in decision.refusals]
         self._refused = tuple(r.model for r in decision.refusals if r.reason is Reason.NO_ROOM)
-        found = decision.placement.homes
-        # Who is up without having room by what it may take stays where it is, as long as its pages are to be had.
-        found.update({r.model: homes[r.model] for r in decision.refusals if r.model in homes})
+        # Who is up without having room by what it may take stays where it is, as long as its pages are to be had; so
+        # does who would have to stop before it is up elsewhere.
+        stay.update(r.model for r in decision.refusals)
+        found.update({model: homes[model] for model in stay if model in homes})
         self._seats = tuple(Replica(model=model, devices=tuple(sorted(found[model]))) for model in sorted(found))
 
     def _homes(self, wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:
@@ -353,7 +323,7 @@ class Fleet:
 
     # Telling
 
-    def _tell(self, change: Change, cluster: Cluster, now: float) -> Sequence[str]:
+    def _tell(self, change: Change, cluster: Cluster, now: float, notes: list[Note]) -> Sequence[str]:
         if change.verb in _DOWN:
             feeding = any(r.key == (change.model, change.devices) and r.serves for r in cluster.replicas)
             return () if feeding else self._lower(change.model, change.devices, self._why_down(change, now))
@@ -363,6 +333,11 @@ class Fleet:
             return change.devices
         if change.verb not in _UP:
             return ()
+        for node in change.devices:
+            belief = self._rooms[node].models[change.model]
+            if belief.barred(now):
+                notes.append(Note(f"{change.model}@{node}", f"it is not raised: {belief.broken}"))
+                return ()
         sources = self._sources(change, cluster)
         if not self.footing.add(change.model, change.devices):
             return ()  # what is left of another one there goes first
@@ -397,11 +372,6 @@ class Fleet:
         return feeder if len(feeder) == len(change.devices) else [None] * len(change.devices)
 
 
-def _whole(devices: Sequence[Device]) -> int:
-    """The pages that one device counts for where models share them: what most of the memory comes in. Smaller devices
-    are shared by nobody.
-
-    Example: of 100, 100 and 40 pages it is 100 (200 in all; three of 40 are 120), of 100, 80 and 80 it is 80.
-    """
-    sizes = sorted((device.pages for device in devices), reverse=True)
-    return max(1, max(((n * size, size) for n, size in enumerate(sizes, 1)), default=(0, 1))[1])
+def _across(home: Sequence[str], before: Sequence[str]) -> bool:
+    """Some of the nodes are the same: no replica can be up there before the other one is gone."""
+    return set(home) != set(before) and not set(home).isdisjoint(before)

@@ -25,6 +25,7 @@ class Footing:
         self._homes: Homes = {model: list(held) for model, held in homes.items()}
         self._serving: dict[str, tuple[str, ...]] = {}
         self._devices: dict[str, Device] = {}
+        self._reserve_pages = 0
 
     def homes(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """As a copy, for the memory of whoever asks."""
@@ -90,6 +91,9 @@ class Footing:
 
     def cluster(self, backlog_s: Callable[[str], float], reserve_pages: int) -> Cluster:
         """All of it, as of now. reserve_pages of each node are not for replicas."""
+        if reserve_pages != self._reserve_pages:
+            self._reserve_pages = reserve_pages
+            self._devices.clear()
         sources = self._sources()
         replicas = []
         for model, held in sorted(self._homes.items()):
@@ -100,13 +104,13 @@ class Footing:
                     model=model, devices=nodes, standing=standing, backlog_s=backlog_s(nodes[0]),
                     running=head.busy, serves=sources.get((model, nodes[0]), 0),
                 ))  # fmt: skip
-        return Cluster(tuple(self._device(node, reserve_pages) for node in self._rooms), tuple(replicas))
+        return Cluster(tuple(map(self._device, self._rooms)), tuple(replicas))
 
-    def _device(self, node: str, reserve_pages: int) -> Device:
+    def _device(self, node: str) -> Device:
         if node not in self._devices:
             room = self._rooms[node]
             copies = tuple(name for name, belief in room.models.items() if belief.copy and belief.order is None)
-            pages = max(0, room.pool_pages - reserve_pages)
+            pages = max(0, room.pool_pages - self._reserve_pages)
             self._devices[node] = Device(id=node, host=room.host, domain=room.domain, pages=pages, copies=copies)
         return self._devices[node]
 
@@ -131,12 +135,18 @@ class Footing:
         return len(nodes) < self._rooms[nodes[0]].models[model].known.shards
 
     def _standing(self, model: str, nodes: tuple[str, ...]) -> Standing:
-        beliefs = self._beliefs(model, nodes)
-        if any(belief.sinking for belief in beliefs) or self._torn(model, nodes):
-            return Standing.SINKING
-        if any(belief.draining or belief.falling for belief in beliefs):
-            return Standing.DRAINING
-        return Standing.ACTIVE if all(belief.stage is Stage.ACTIVE for belief in beliefs) else Standing.RISING
+        """Of the shards the one that is nearest to its end counts; asked of every replica at every look."""
+        standing = Standing.SINKING if self._torn(model, nodes) else Standing.ACTIVE
+        for belief in self._beliefs(model, nodes):
+            if belief.sinking:
+                return Standing.SINKING
+            if standing is Standing.SINKING or standing is Standing.DRAINING:
+                continue
+            if belief.draining or belief.falling:
+                standing = Standing.DRAINING
+            elif belief.stage is not Stage.ACTIVE:
+                standing = Standing.RISING
+        return standing
 
 
 def _trace(belief: Belief) -> bool:

@@ -6,16 +6,21 @@ answers for the traffic that was seen last. Models without a promise, or not mea
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from janus_server.orders import Action, Observed, Refit
 from janus_server.sched.mind import Question, Shares
 from janus_server.sched.oracle import Ask, Oracle, OracleSettings
 from janus_server.sched.oracle_records import Features, FitRequest, Fitted, Learnt, Observation
 
+# Of a device's time, below which another replica finds nothing to do.
+_IDLE: Final = 0.1
 # A fit that has brought nothing after so long never will: its process ran out of something.
 LATE_S = 120.0
 
@@ -84,7 +89,8 @@ class Foresight:
             self._oracle.know(name, subject)
         for name, observation in event.models.items():
             self._oracle.observe(name, observation)
-            if self._oracle.knows(name) and observation.replicas > 0 and observation.features.request_rate > 0.0:
+            features = observation.features
+            if self._oracle.knows(name) and features.request_rate > 0.0 and features.output_mean > 0.0:
                 self._latest[name] = observation
         self._refit(now, actions)
 
@@ -128,7 +134,7 @@ class Foresight:
         observation tells. None of a model that nothing is known of.
 
         A pessimist's, once the model was fitted. Before, its shape is all there is: a pessimist who has seen nothing
-        believes nothing, and would have every device.
+        believes nothing, and would have every device. Replicas beyond those that have something to do add nothing.
         """
         answers: list[Shares | None] = [None] * len(questions)
         asks: list[tuple[int, Ask]] = []
@@ -137,8 +143,11 @@ class Foresight:
             rate = question.factor * tokens_s.get(question.model, 0.0)
             if seen is not None and rate > 0.0 and self._oracle.knows(question.model):
                 asks.append((i, Ask(question.model, _at_rate(seen.features, rate), question.counts)))
-        for (i, ask), said in zip(asks, self._oracle.attainment([ask for _, ask in asks]), strict=True):
-            answers[i] = said.least if self._oracle.fitted(ask.model) else said.expected
+        alone = self._oracle.demand([Ask(ask.model, ask.features, (1,)) for _, ask in asks])
+        said = self._oracle.attainment([ask for _, ask in asks])
+        for (i, ask), demand, one in zip(asks, alone, said, strict=True):
+            shares = one.least if self._oracle.fitted(ask.model) else one.expected
+            answers[i] = _useful(ask.counts, shares, float(demand.median[0, 1:].max()))
         return answers
 
     def needs(self, models: Sequence[str], now: float, within_s: float) -> dict[str, Need]:
@@ -172,6 +181,20 @@ class Foresight:
         seen = self._oracle.observations(request.model)
         why = f"{request.model}: fit its demand and attainment to {seen} observed periods"
         actions.append(Refit(request.model, why))
+
+
+def _useful(counts: Sequence[int], shares: Shares, load: float) -> Shares:
+    """The shares, with those of more replicas than are of use as that of the last one that is: where each would work
+    for less than a tenth of its time, whoever is late would be so with any number. load is what one of them has to do
+    with all of the traffic, in devices.
+
+    Example: 0.35 devices of work are 4 replicas' at most: of 1, 2, 4 and 8, that attain 0.5, 0.7, 0.8 and 0.9, the last
+    two attain 0.8.
+    """
+    most = max(1, math.ceil(load / _IDLE))
+    last = max(0, bisect.bisect_right(counts, most) - 1)
+    useful: Shares = np.minimum(shares, shares[last])
+    return useful
 
 
 def _at_rate(features: Features, token_rate: float) -> Features:

@@ -72,6 +72,13 @@ class Meter:
         gauge = self._gauges.get(model)
         return math.inf if gauge is None else max(0.0, now - gauge.came_s)
 
+    def lately(self, model: str, now: float) -> float:
+        """Tokens a second over a longer time than `load` tells: for who decides seldom, and not on a chance of a few
+        requests.
+        """
+        gauge = self._gauges.get(model)
+        return 0.0 if gauge is None else (gauge.samples[-1].tokens - _at(gauge, now - _LATE_S).tokens) / _LATE_S
+
     def load(self, model: str, backlog_s: float, now: float) -> Load:
         """What the model has to do. backlog_s: predicted work of its prompts that wait.
 

@@ -167,9 +167,10 @@ class _Roll:
     def _serve_again(self, model: Model) -> bool:
         """What is still being drained need not be started: it only takes requests again."""
         for replica in self.of.get(model.model, ()):
+            if replica.standing is not Standing.DRAINING:
+                continue
             alone = not any(device in self.live_on for device in replica.devices)
-            drained = any(c.verb is Verb.DRAIN and c.devices == replica.devices for c in self.changes)
-            if replica.standing is Standing.DRAINING and alone and not drained:
+            if alone and not any(c.verb is Verb.DRAIN and c.devices == replica.devices for c in self.changes):
                 why = f"{replica.name} serves again: {self.targets[model.model]} replicas are wanted"
                 self.changes.append(Change(verb=Verb.SERVE, model=model.model, devices=replica.devices, why=why,
                                            role=replica.role))  # fmt: skip

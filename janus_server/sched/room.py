@@ -23,7 +23,7 @@ Numbered = Callable[[str, str, Verb, str, str | None], Order]
 class Room:
     """The models of one node. number(node, model, verb, why, source) makes an order with the next id.
 
-    led: models of which somebody decides for many nodes where they are up; idle ones are not put to sleep by themselves.
+    led: models of which somebody decides for many nodes where they are up; idle ones then do not sleep by themselves.
     """
 
     def __init__(self, settings: BrainSettings, memory: RoomMemory, number: Numbered) -> None:
@@ -218,7 +218,7 @@ class Room:
     def plan(self, now: float, actions: list[Action]) -> None:
         """Append the orders of the moment; `next_wake_s` is then when to plan again though nothing happened."""
         self.next_wake_s = None
-        for belief in self.models.values():
+        for belief in [b for b in self.models.values() if b.stage is not Stage.COLD or b.goal is not None]:
             self._lower(belief, now, actions)
         waiting = [b for b in self.models.values() if b.wanted_s is not None and b.order is None]
         waiting.sort(key=lambda b: (b.wanted_s or 0.0, b.known.model))

@@ -27,55 +27,46 @@ class Roster:
         self.models: dict[str, Model] = {}
         self.led: set[str] = set()
         self.reserve_pages = 0
-        self._known: dict[str, KnownModel] = {}
-        self._having: Counter[str] = Counter()
+        self._kinds: dict[str, Counter[KnownModel]] = {}
         self._pools: Counter[int] = Counter()
-        self._uneven: set[str] = set()
 
     def joined(self, room: Room) -> None:
         """Where nodes differ in what a model takes, the most counts."""
         changed = room.pool_pages > max(self._pools, default=-1)
         self._pools[room.pool_pages] += 1
         for name, belief in room.models.items():
-            self._having[name] += 1
-            known = self._known.get(name)
-            if known == belief.known:
-                continue
-            changed = True
-            if known is not None and known.shards != belief.known.shards:
-                self._uneven.add(name)
-            self._known[name] = belief.known if known is None else _larger(known, belief.known)
+            kinds = self._kinds.setdefault(name, Counter())
+            changed = changed or belief.known not in kinds
+            kinds[belief.known] += 1
         self._settle(changed)
 
     def left(self, room: Room) -> None:
-        self._pools[room.pool_pages] -= 1
-        self._pools += Counter()  # without those of which there are none
-        for name in room.models:
-            self._having[name] -= 1
-            if not self._having[name]:
-                del self._having[name], self._known[name]
-                self._uneven.discard(name)
+        self._pools -= Counter((room.pool_pages,))
+        for name, belief in room.models.items():
+            self._kinds[name] -= Counter((belief.known,))
+            if not self._kinds[name]:
+                del self._kinds[name]
         self._settle(True)
 
     def notes(self) -> list[Note]:
         """About models that are nobody's business."""
         nodes = self._pools.total()
         return [
-            Note(name, "nodes cut it differently: it is brought up on demand alone" if name in self._uneven else
-                 f"{self._having[name]} of {nodes} nodes have it: it is brought up there on demand alone")
-            for name in sorted(self.models) if name not in self.led
+            Note(name, f"{kinds.total()} of {nodes} nodes have it: it is brought up there on demand alone"
+                 if kinds.total() < nodes else "nodes cut it differently: it is brought up on demand alone")
+            for name, kinds in sorted(self._kinds.items()) if name not in self.led
         ]  # fmt: skip
 
     def _settle(self, changed: bool) -> None:
         nodes = self._pools.total()
         self.led.clear()
         if nodes > 1:
-            self.led.update(name for name, n in self._having.items() if n == nodes and name not in self._uneven)
+            self.led.update(name for name, kinds in self._kinds.items() if kinds.total() == nodes and _alike(kinds))
         if changed:
-            self.reserve_pages = max((k.longest_pages - k.floor_pages for k in self._known.values()), default=0)
-            self.reserve_pages = max(0, self.reserve_pages)
+            known = {name: _largest(kinds) for name, kinds in sorted(self._kinds.items())}
+            self.reserve_pages = max([0, *(k.longest_pages - k.floor_pages for k in known.values())])
             largest = max(self._pools, default=0)
-            self.models = {name: self._model(known, largest) for name, known in self._known.items()}
+            self.models = {name: self._model(one, largest) for name, one in known.items()}
 
     def _model(self, known: KnownModel, largest: int) -> Model:
         """What does not fit beside the reserve, but alone on a node of the largest kind, is said to fill that."""
@@ -89,8 +80,17 @@ class Roster:
         )  # fmt: skip
 
 
-def _larger(one: KnownModel, other: KnownModel) -> KnownModel:
+def _alike(kinds: Counter[KnownModel]) -> bool:
+    """Nodes cut it into as many shards."""
+    return len(kinds) == 1 or len({known.shards for known in kinds}) == 1
+
+
+def _largest(kinds: Counter[KnownModel]) -> KnownModel:
+    """Of one kind that; of several one that takes as much as any of them."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
     return msgspec.structs.replace(
-        other, weight_pages=max(one.weight_pages, other.weight_pages),
-        floor_pages=max(one.floor_pages, other.floor_pages), longest_pages=max(one.longest_pages, other.longest_pages),
+        min(kinds, key=repr), weight_pages=max(known.weight_pages for known in kinds),
+        floor_pages=max(known.floor_pages for known in kinds),
+        longest_pages=max(known.longest_pages for known in kinds),
     )  # fmt: skip

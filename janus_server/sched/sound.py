@@ -12,15 +12,13 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from janus_server.orders import Busy, Counted, Counts, Event, Joined, KnownModel, Observed, Report, Ticket, Traffic
+from janus_server.orders import Busy, Counted, Counts, Event, Joined, KnownModel, Observed, Report, Traffic
 from janus_server.sched.oracle_records import Observation
 from janus_server.sched.placement import Note
 from janus_server.units import LONG_AGO_S
 
 T = TypeVar("T")
 _MOST: Final = 1 << 60
-# 28 hours of prefill are no prediction but a mistake.
-_MOST_WORK_S: Final = 1e5
 
 
 class Clock(msgspec.Struct):
@@ -59,14 +57,11 @@ def sound(event: Event, lag_s: float, notes: list[Note]) -> Event:
         case Observed(models, subjects):
             seen = _kept(models, _observation, "a period of it is left out: what was measured is no number", notes)
             if lag_s:
-                later = msgspec.structs.replace
-                seen = {name: later(one, at_s=one.at_s + lag_s) for name, one in seen.items()}
+                seen = {name: msgspec.structs.replace(one, at_s=one.at_s + lag_s) for name, one in seen.items()}
             return event if not lag_s and len(seen) == len(models) else Observed(seen, subjects)
-        case Traffic(arrived):
-            if not lag_s and all(map(_ticket, arrived)):
-                return event
-            tickets = tuple(_repaired(ticket, lag_s, notes) for ticket in arrived)
-            return Traffic(tickets, event.started, event.left)
+        case Traffic(arrived) if lag_s and arrived:
+            later = msgspec.structs.replace
+            return later(event, arrived=tuple(later(one, arrived_s=one.arrived_s + lag_s) for one in arrived))
         case Joined(models=models):
             kept = {known.model: known for known in models if _known(known)}
             if len(kept) == len(models) and event.pool_pages >= 0:
@@ -109,21 +104,6 @@ def _observation(seen: Observation) -> bool:
     return counted and math.isfinite(seen.at_s) and all(
         0.0 <= n < _MOST for n in (*msgspec.structs.astuple(seen.features), *shares)
     )  # fmt: skip
-
-
-def _ticket(ticket: Ticket) -> bool:
-    promised = ticket.ttft_s is None or ticket.ttft_s < math.inf
-    return 0.0 <= ticket.work_s <= _MOST_WORK_S and -_MOST < ticket.arrived_s < _MOST and promised
-
-
-def _repaired(ticket: Ticket, lag_s: float, notes: list[Note]) -> Ticket:
-    """One whose work cannot be told is taken for one that takes none: it is served all the same."""
-    if not _ticket(ticket):
-        notes.append(Note(ticket.model, "what a prompt of it takes, or is promised, is no number"))
-        work_s = ticket.work_s if 0.0 <= ticket.work_s <= _MOST_WORK_S else 0.0
-        arrived_s = ticket.arrived_s if -_MOST < ticket.arrived_s < _MOST else 0.0
-        ticket = msgspec.structs.replace(ticket, work_s=work_s, arrived_s=arrived_s, ttft_s=None)
-    return msgspec.structs.replace(ticket, arrived_s=ticket.arrived_s + lag_s)
 
 
 def _known(known: KnownModel) -> bool:

@@ -4,7 +4,7 @@ A transcript says first what there is, then what happens when; everything takes 
 
     node NAME[..NAME] pages=N [host=NAME domain=NAME host_bytes=N]
     model NAME pages=N [shards=N priority=N idle_s=X attain=X longest=N]
-    oracle NAME per_replica=N     it is known how it runs: a device prefills N tokens a second (roofline, nothing fitted)
+    oracle NAME per_replica=N     it is known how it runs: a device prefills N tokens a second; nothing is fitted
     SECONDS join NAME[..NAME]     nodes join
     SECONDS lose NAME             a node dies
     SECONDS traffic NAME=N ...    from now on so many requests a second, of 1,000 tokens each
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fleet_world import FleetWorld, Node
 
-from janus_server.orders import Action, Answer, Asked, Event, KnownModel, Observed, Order, Refuse, Ticket, Verb, Wish
+from janus_server.orders import Action, Answer, Asked, KnownModel, Observed, Order, Refuse, Ticket, Verb, Wish
 from janus_server.sched.oracle_records import Features, Observation, Promise, Subject
 from janus_server.sched.shapes import DeviceShape, ModelShape
 from janus_server.sched.state import BrainSettings
@@ -109,7 +109,8 @@ class Steady(FleetWorld):
             case "node":
                 for name in _names(words[1]):
                     settings = _settings(words[2:])
-                    self.spare[name] = Node(name, int(settings["pages"]), int(settings.get("host_bytes", "1" + 12 * "0")), [],
+                    host_bytes = int(settings.get("host_bytes", 10**12))
+                    self.spare[name] = Node(name, int(settings["pages"]), host_bytes, [],
                                             (settings.get("host", "h0"), settings.get("domain", "d0")))  # fmt: skip
             case "model":
                 self.models[words[1]] = _model(words[1], _settings(words[2:]))

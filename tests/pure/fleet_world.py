@@ -191,8 +191,8 @@ class FleetWorld:
 
     def ask(self, model: str, tokens: int = 100, work_s: float = 0.02) -> None:
         self.tickets += 1
-        self.arrive(Ticket(id=f"t{self.tickets}", model=model, prompt_tokens=tokens, work_s=work_s, arrived_s=self.clock,
-                           ttft_s=1.0))  # fmt: skip
+        self.arrive(Ticket(id=f"t{self.tickets}", model=model, prompt_tokens=tokens, work_s=work_s,
+                           arrived_s=self.clock, ttft_s=1.0))  # fmt: skip
 
     def _ask(self, model: object) -> None:
         assert isinstance(model, str)
@@ -302,8 +302,14 @@ class FleetWorld:
             assert stage is Stage.ACTIVE
             node.held[model] = verb is Verb.DRAIN
             return
-        may = {Verb.LOAD: (Stage.COLD,), Verb.WAKE: (Stage.WARM,), Verb.FORK: (Stage.COLD, Stage.WARM),
-               Verb.SLEEP: (Stage.ACTIVE,), Verb.UNLOAD: (Stage.ACTIVE,), Verb.EVICT: (Stage.WARM, Stage.ACTIVE)}
+        may = {
+            Verb.LOAD: (Stage.COLD,),
+            Verb.WAKE: (Stage.WARM,),
+            Verb.FORK: (Stage.COLD, Stage.WARM),
+            Verb.SLEEP: (Stage.ACTIVE,),
+            Verb.UNLOAD: (Stage.ACTIVE,),
+            Verb.EVICT: (Stage.WARM, Stage.ACTIVE),
+        }
         assert stage in may[verb], f"{verb} of a model that is {stage}"
         if verb.lowers:
             assert not node.running[model], "a model with running requests was put to sleep"
@@ -319,7 +325,8 @@ class FleetWorld:
         up = [self.models[m] for m in self.models if node.stage[m] is Stage.ACTIVE
               or (m in node.order and node.order[m].verb.raises)]  # fmt: skip
         beyond = max([0, *(k.longest_pages - k.floor_pages for k in up)])
-        assert sum(k.weight_pages + k.floor_pages for k in up) + beyond <= node.pool, f"{node.name} has not enough pages"
+        taken = sum(k.weight_pages + k.floor_pages for k in up) + beyond
+        assert taken <= node.pool, f"{node.name} has not enough pages"
         copies = sum(self.models[m].host_bytes for m in self.models
                      if (node.copy[m] and (m not in node.order or node.order[m].verb is not Verb.EVICT))
                      or (m in node.order and node.order[m].verb is Verb.SLEEP))  # fmt: skip

@@ -183,7 +183,7 @@ def test_periods_in_which_a_model_was_moved_teach_nothing_but_its_rate() -> None
     led.now += 30.0
     led.tell(Observed({"a": seen(led.now, 9.0, replicas=0)}))
     found = led.brain.forecast("a", led.now)
-    assert found is not None and found.observations == 1 and found.features.request_rate == 1.0
+    assert found is not None and found.observations == 1 and found.features.request_rate == 9.0
 
 
 def test_nothing_is_fitted_where_that_is_off() -> None:

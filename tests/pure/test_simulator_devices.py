@@ -289,7 +289,7 @@ def test_what_can_never_fit_is_said(fidelity: str) -> None:
 # Agreement
 
 
-def mean_of(case: Case, fidelity: str, seeds: Sequence[int] = (7, 8)) -> tuple[float, float, float]:
+def mean_of(case: Case, fidelity: str, seeds: Sequence[int] = (7,)) -> tuple[float, float, float]:
     runs = [run(case, fidelity, seed, 40.0) for seed in seeds]
     return tuple(
         sum(column) / len(runs) for column in zip(*((r.ttft_s, r.tpot_s, r.on_time) for r in runs), strict=True)

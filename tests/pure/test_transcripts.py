@@ -10,8 +10,9 @@ from transcript_reader import read
 HERE = Path(__file__).parent / "transcripts"
 
 
-@pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(set(HERE.glob("*.txt")) - set(HERE.glob("fleet*"))), ids=lambda path: path.stem)
 def test_transcript(path: Path) -> None:
+    """Those of the whole Brain are read by `fleet_reader`."""
     written, played = read(path)
     assert played == written
 

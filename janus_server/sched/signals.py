@@ -1,0 +1,72 @@
+"""What each model needs of devices, as the slow path asks for it: by the oracle where it knows something. Pure.
+
+`fleet` hands the answers to `pools` and `packing`. Elsewhere a table of rates says how many replicas a model needs, and
+what one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from janus_server.sched.fleet_records import FleetSettings
+from janus_server.sched.foresight import Foresight, Need
+from janus_server.sched.ladder import choose, ladder
+from janus_server.sched.meter import Meter
+from janus_server.sched.placement import Device, Model
+from janus_server.sched.pools import Signal
+from janus_server.sched.scaling import Question
+
+# How many replicas of one model are asked about one by one.
+_NEAR = 8
+
+
+def signals(
+    names: Sequence[str],
+    models: Mapping[str, Model],
+    devices: Sequence[Device],
+    foresight: Foresight,
+    meter: Meter,
+    settings: FleetSettings,
+    now: float,
+) -> list[Signal]:
+    """One for each of the names. A device is what `whole` says."""
+    pages = whole(devices)
+    needs = foresight.needs(names, now, 2.0 * settings.slow_s)
+    counts = ladder(_NEAR, max(1, len(devices)))
+    said = foresight.expect([Question(name, 1.0, counts) for name in needs],
+                            {name: need.tokens_s for name, need in needs.items()})  # fmt: skip
+    replicas = {
+        name: choose(counts, shares, models[name].target).count
+        for name, shares in zip(needs, said, strict=True) if shares is not None
+    }  # fmt: skip
+    found = []
+    for name in names:
+        model = models[name]
+        need = needs[name] if name in replicas else _by_table(meter.lately(name, now), settings)
+        count = replicas.get(name) or settings.table.count(need.tokens_s)
+        share = model.pages / pages
+        # What only larger devices than most can hold shares none: it gets one of those, as an elastic one.
+        large = share if share > 1.0 else 0.0
+        # Nobody needs more than the replicas that are of use: what no number of them serves is no claim.
+        most = settings.fill * max(2, count)
+        found.append(Signal(
+            model=name, replicas=count, hbm=min(max(share, need.hbm), 1.0),
+            compute=max(min(need.compute, most) / settings.fill, large),
+            bandwidth=min(need.bandwidth, most) / settings.fill, shards=model.shards, heat=need.tokens_s,
+            move_s=model.outage_s,
+        ))  # fmt: skip
+    return found
+
+
+def whole(devices: Sequence[Device]) -> int:
+    """The pages that one device counts for where models share them: what most of the memory comes in. Smaller devices
+    are shared by nobody.
+
+    Example: of 100, 100 and 40 pages it is 100 (200 in all; three of 40 are 120), of 100, 80 and 80 it is 80.
+    """
+    sizes = sorted((device.pages for device in devices), reverse=True)
+    return max(1, max(((n * size, size) for n, size in enumerate(sizes, 1)), default=(0, 1))[1])
+
+
+def _by_table(tokens_s: float, settings: FleetSettings) -> Need:
+    return Need(tokens_s, 0.0, tokens_s / settings.table.per_replica, 0.0)

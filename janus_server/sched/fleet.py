@@ -8,15 +8,16 @@ to choose, and nothing is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from janus_server.orders import Action, Counted, Decided, Verb
 from janus_server.sched.demand import Demand, Kind, Placement, Reason, Seat
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
-from janus_server.sched.foresight import Foresight
+from janus_server.sched.foresight import Foresight, at_rate
 from janus_server.sched.meter import Meter
 from janus_server.sched.notebook import Notebook
+from janus_server.sched.oracle_records import Features
 from janus_server.sched.packing import pack
 from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
 from janus_server.sched.plan import plan
@@ -24,7 +25,7 @@ from janus_server.sched.pools import Member, Pool, Pools, assign, steady_demands
 from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
 from janus_server.sched.roster import Roster
-from janus_server.sched.scaling import Scaler, impossible
+from janus_server.sched.scaling import Load, Scaler, impossible
 from janus_server.sched.signals import signals, whole
 from janus_server.sched.source import Origin, choose
 
@@ -161,8 +162,9 @@ class Fleet:
             self._since_s = now
         notes: list[Note] = []
         self._waiting = self._waiting_s()
-        if now >= self._slow_s:
-            self._slow(self._cluster(now), now, actions, notes)
+        pressed = self._pressed()
+        if now >= self._slow_s or (pressed and now >= self._slow_s - self._settings.slow_s + self._settings.press_s):
+            self._slow(self._cluster(now), pressed, now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
             self._notebook.forget(now)
         if self._moving:
@@ -192,6 +194,10 @@ class Fleet:
         steady = set(self._pools.of(Pool.STEADY))
         alone = steady.union(set(self._roster.models) - self._roster.led)
         held.update(device for r in cluster.replicas if r.model in alone for device in r.devices)
+        # A replica is in one of the pools with all of its devices.
+        while across := [r.devices for r in cluster.replicas
+                         if not held.isdisjoint(r.devices) and not held.issuperset(r.devices)]:  # fmt: skip
+            held.update(device for devices in across for device in devices)
         elastic = tuple(device for device in cluster.devices if device.id not in held)
         if elastic != self._elastic:  # the same object while it is the same: the scaler looks at no more
             self._elastic, self._inside = elastic, frozenset(device.id for device in elastic)
@@ -210,14 +216,23 @@ class Fleet:
         called_s = self._called.get(name, self._since_s if self._since_s is not None else now)
         return min(self._meter.idle_for_s(name, now), now - called_s) >= idle_s
 
-    def _slow(self, cluster: Cluster, now: float, actions: list[Action], notes: list[Note]) -> None:
+    def _pressed(self) -> list[str]:
+        """Models that share devices and of which more prompts wait than one replica may let wait."""
+        most_s, waiting = self._settings.scaling.queue_most_s, self._waiting
+        return [name for name in self._pools.of(Pool.STEADY) if waiting.get(name, 0.0) > most_s]
+
+    def _slow(
+        self, cluster: Cluster, pressed: Collection[str], now: float, actions: list[Action], notes: list[Note]
+    ) -> None:
         """Who shares devices, and which."""
         devices = cluster.devices
         sizes = sorted(device.pages for device in devices)
         vain = {name: impossible(self._roster.models[name], sizes) for name in self._awake(now)}
         awake = [name for name, why in vain.items() if why is None]
         notes += [*self._roster.notes(), *(Note(name, why) for name, why in vain.items() if why is not None)]
-        found = signals(awake, self._roster.models, devices, self._foresight, self._meter, self._settings, now)
+        found = signals(
+            awake, self._roster.models, devices, self._foresight, self._meter, pressed, self._settings, now
+        )
         if len(self._settings.pools) == 1:
             only = self._settings.pools[0]
             self._pools = Pools(tuple(Member(model=name, pool=only, since_s=now) for name in sorted(awake)), now)
@@ -274,16 +289,21 @@ class Fleet:
         """How many replicas the elastic models are to have; whether that changed."""
         elastic = [name for name in self._pools.of(Pool.ELASTIC) if self.decides(name) and name not in self._asleep]
         loads = [self._meter.load(name, self._waiting.get(name, 0.0), now) for name in elastic]
-        rates = {load.model: load.tokens_s for load in loads}
+        traffic = {load.model: self._at(load, now) for load in loads if load.tokens_s > 0.0}
         models = self._roster.models
         short = sum(models[name].shards for name in self._refused if name in models)
         devices = self._elastic[: max(0, len(self._elastic) - short)] if short else self._elastic
         targets, said = self._scaler.decide(
-            loads, models, devices, lambda questions: self._foresight.expect(questions, rates), now
+            loads, models, devices, lambda questions: self._foresight.expect(questions, traffic), now
         )
         actions += [Decided(target.model, target.why) for target in targets]
         notes += said
         return bool(targets)
+
+    def _at(self, load: Load, now: float) -> Features:
+        """The lengths of the last seconds, at the rate that the load tells."""
+        lately = self._meter.lately(load.model, now) or Features(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return at_rate(lately, load.tokens_s)
 
     def _roll(self, here: Cluster, there: Cluster, notes: list[Note]) -> tuple[Change, ...]:
         """One step of the elastic pool."""

@@ -129,9 +129,9 @@ class Foresight:
             on_time=seen.on_time,
         )
 
-    def expect(self, questions: Sequence[Question], tokens_s: Mapping[str, float]) -> list[Shares | None]:
-        """The attainment for each question; tokens_s is the present traffic of the models, of whose lengths the last
-        observation tells. None of a model that nothing is known of.
+    def expect(self, questions: Sequence[Question], traffic: Mapping[str, Features]) -> list[Shares | None]:
+        """The attainment for each question with the present traffic of the models. None of one that nothing is known
+        of.
 
         A pessimist's, once the model was fitted. Before, its shape is all there is: a pessimist who has seen nothing
         believes nothing, and would have every device. Replicas beyond those that have something to do add nothing.
@@ -139,10 +139,10 @@ class Foresight:
         answers: list[Shares | None] = [None] * len(questions)
         asks: list[tuple[int, Ask]] = []
         for i, question in enumerate(questions):
-            seen = self._latest.get(question.model)
-            rate = question.factor * tokens_s.get(question.model, 0.0)
-            if seen is not None and rate > 0.0 and self._oracle.knows(question.model):
-                asks.append((i, Ask(question.model, _at_rate(seen.features, rate), question.counts)))
+            features = self._features(question.model, traffic.get(question.model))
+            if features is not None:
+                scaled = at_rate(features, question.factor * features.token_rate)
+                asks.append((i, Ask(question.model, scaled, question.counts)))
         alone = self._oracle.demand([Ask(ask.model, ask.features, (1,)) for _, ask in asks])
         said = self._oracle.attainment([ask for _, ask in asks])
         for (i, ask), demand, one in zip(asks, alone, said, strict=True):
@@ -150,20 +150,34 @@ class Foresight:
             answers[i] = _useful(ask.counts, shares, float(demand.median[0, 1:].max()))
         return answers
 
-    def needs(self, models: Sequence[str], now: float, within_s: float) -> dict[str, Need]:
-        """What one replica of each model takes of a device with all of the model's traffic, of those whose traffic was
-        observed within_s ago at most."""
+    def needs(self, traffic: Mapping[str, Features]) -> dict[str, Need]:
+        """What one replica of each model takes of a device with all of the model's traffic, of those that something is
+        known of."""
         asks = []
-        for name in models:
-            seen = self._latest.get(name)
-            if seen is not None and now - seen.at_s <= within_s and self._oracle.knows(name):
-                asks.append(Ask(name, seen.features, (1,)))
+        for name, present in traffic.items():
+            features = self._features(name, present)
+            if features is not None:
+                asks.append(Ask(name, features, (1,)))
         needs = {}
         for ask, demand in zip(asks, self._oracle.demand(asks), strict=True):
             said = demand.most if self._oracle.fitted(ask.model) else demand.median
             hbm, compute, bandwidth = (float(share) for share in said[0])
             needs[ask.model] = Need(ask.features.token_rate, hbm, compute, bandwidth)
         return needs
+
+    def recent(self, model: str, now: float, within_s: float) -> Features | None:
+        """The traffic of the last period that was observed, unless that is longer ago."""
+        seen = self._latest.get(model)
+        return None if seen is None or now - seen.at_s > within_s else seen.features
+
+    def _features(self, model: str, present: Features | None) -> Features | None:
+        """The present rate, with the lengths of the last period that was observed where there is one."""
+        if present is None or not present.token_rate > 0.0 or not self._oracle.knows(model):
+            return None
+        seen = self._latest.get(model)
+        if seen is not None:
+            return at_rate(seen.features, present.token_rate)
+        return present if present.output_mean > 0.0 else None
 
     def _refit(self, now: float, actions: list[Action]) -> None:
         every_s = self._refit_every_s
@@ -197,7 +211,7 @@ def _useful(counts: Sequence[int], shares: Shares, load: float) -> Shares:
     return useful
 
 
-def _at_rate(features: Features, token_rate: float) -> Features:
+def at_rate(features: Features, token_rate: float) -> Features:
     """The same lengths, more or fewer requests."""
     factor = token_rate / features.token_rate if features.token_rate > 0.0 else 1.0
     return msgspec.structs.replace(features, token_rate=token_rate, request_rate=factor * features.request_rate)

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from janus_server.orders import Counts
+from janus_server.sched.oracle_records import Features
 from janus_server.sched.scaling import Load
 
 RATE_S: Final = 3.0
@@ -27,9 +28,11 @@ class Sample(msgspec.Struct, frozen=True):
     """Totals at one time."""
 
     at_s: float
-    tokens: int
-    ended: int
-    late: int
+    counts: Counts
+
+    @property
+    def tokens(self) -> int:
+        return self.counts.input_tokens + self.counts.output_tokens
 
 
 class Gauge(msgspec.Struct, eq=False):
@@ -37,7 +40,6 @@ class Gauge(msgspec.Struct, eq=False):
 
     samples: list[Sample]
     came_s: float
-    input_tokens: int
     told: float = 0.0
 
 
@@ -55,14 +57,14 @@ class Meter:
     def counted(self, models: Mapping[str, Counts], now: float) -> None:
         """Totals of the models of which anything changed. Those that fell are of a leader that began to count anew."""
         for name, counts in models.items():
-            sample = Sample(now, counts.input_tokens + counts.output_tokens, counts.ended, counts.late)
+            sample = Sample(now, counts)
             gauge = self._gauges.get(name)
             if gauge is None or gauge.samples[-1].tokens > sample.tokens or gauge.samples[-1].at_s > now:
                 # What was counted until now came at some time: none of it is known to have come just now.
-                self._gauges[name] = Gauge([sample], now, counts.input_tokens)
+                self._gauges[name] = Gauge([sample], now)
                 continue
-            if counts.input_tokens > gauge.input_tokens:
-                gauge.came_s, gauge.input_tokens = now, counts.input_tokens
+            if counts.input_tokens > gauge.samples[-1].counts.input_tokens:
+                gauge.came_s = now
             gauge.samples.append(sample)
             while len(gauge.samples) > 1 and gauge.samples[1].at_s <= now - _LATE_S:
                 del gauge.samples[0]
@@ -72,12 +74,22 @@ class Meter:
         gauge = self._gauges.get(model)
         return math.inf if gauge is None else max(0.0, now - gauge.came_s)
 
-    def lately(self, model: str, now: float) -> float:
-        """Tokens a second over a longer time than `load` tells: for who decides seldom, and not on a chance of a few
-        requests.
+    def lately(self, model: str, now: float) -> Features | None:
+        """The traffic over a longer time than `load` tells: for who decides seldom, and not on a chance of a few
+        requests. Lengths are taken to scatter as much as they are; None where there was no token.
         """
         gauge = self._gauges.get(model)
-        return 0.0 if gauge is None else (gauge.samples[-1].tokens - _at(gauge, now - _LATE_S).tokens) / _LATE_S
+        if gauge is None:
+            return None
+        last, before = gauge.samples[-1].counts, _at(gauge, now - _LATE_S).counts
+        tokens_in = max(0, last.input_tokens - before.input_tokens)
+        tokens_out = max(0, last.output_tokens - before.output_tokens)
+        if not tokens_in + tokens_out:
+            return None
+        requests = max(0, last.requests - before.requests)
+        mean_in, mean_out = tokens_in / max(1, requests), tokens_out / max(1, requests)
+        rate = (tokens_in + tokens_out) / _LATE_S
+        return Features(rate, requests / _LATE_S, mean_in, mean_in**2, mean_out, mean_out**2)
 
     def load(self, model: str, backlog_s: float, now: float) -> Load:
         """What the model has to do. backlog_s: predicted work of its prompts that wait.
@@ -88,11 +100,10 @@ class Meter:
         gauge = self._gauges.get(model)
         if gauge is None:
             return Load(model=model, tokens_s=0.0, backlog_s=backlog_s)
-        last = gauge.samples[-1]
-        rate = (last.tokens - _at(gauge, now - RATE_S).tokens) / RATE_S
+        rate = (gauge.samples[-1].tokens - _at(gauge, now - RATE_S).tokens) / RATE_S
         if not rate or abs(rate - gauge.told) > _TREMBLE * gauge.told:
             gauge.told = rate
-        before = _at(gauge, now - _LATE_S)
+        last, before = gauge.samples[-1].counts, _at(gauge, now - _LATE_S).counts
         idle_s = max(0.0, now - gauge.came_s)
         return Load(model=model, tokens_s=gauge.told, backlog_s=backlog_s, ended=last.ended - before.ended,
                     late=last.late - before.late, idle_for_s=idle_s)  # fmt: skip

@@ -6,12 +6,13 @@ what one takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from janus_server.sched.fleet_records import FleetSettings
 from janus_server.sched.foresight import Foresight, Need
 from janus_server.sched.ladder import choose, ladder
 from janus_server.sched.meter import Meter
+from janus_server.sched.oracle_records import Features
 from janus_server.sched.placement import Device, Model
 from janus_server.sched.pools import Signal
 from janus_server.sched.scaling import Question
@@ -26,15 +27,17 @@ def signals(
     devices: Sequence[Device],
     foresight: Foresight,
     meter: Meter,
+    pressed: Collection[str],
     settings: FleetSettings,
     now: float,
 ) -> list[Signal]:
-    """One for each of the names. A device is what `whole` says."""
+    """One for each of the names. A device is what `whole` says. pressed are those of which one replica does not do."""
     pages = whole(devices)
-    needs = foresight.needs(names, now, 2.0 * settings.slow_s)
+    told = {name: _traffic(name, foresight, meter, settings, now) for name in names}
+    traffic = {name: features for name, features in told.items() if features is not None}
+    needs = foresight.needs(traffic)
     counts = ladder(_NEAR, max(1, len(devices)))
-    said = foresight.expect([Question(name, 1.0, counts) for name in needs],
-                            {name: need.tokens_s for name, need in needs.items()})  # fmt: skip
+    said = foresight.expect([Question(name, 1.0, counts) for name in needs], traffic)
     replicas = {
         name: choose(counts, shares, models[name].target).count
         for name, shares in zip(needs, said, strict=True) if shares is not None
@@ -42,8 +45,9 @@ def signals(
     found = []
     for name in names:
         model = models[name]
-        need = needs[name] if name in replicas else _by_table(meter.lately(name, now), settings)
-        count = replicas.get(name) or settings.table.count(need.tokens_s)
+        rate = traffic[name].token_rate if name in traffic else 0.0
+        need = needs[name] if name in replicas else _by_table(rate, settings)
+        count = max(replicas.get(name) or settings.table.count(need.tokens_s), 2 if name in pressed else 1)
         share = model.pages / pages
         # What only larger devices than most can hold shares none: it gets one of those, as an elastic one.
         large = share if share > 1.0 else 0.0
@@ -56,6 +60,15 @@ def signals(
             move_s=model.outage_s,
         ))  # fmt: skip
     return found
+
+
+def _traffic(
+    name: str, foresight: Foresight, meter: Meter, settings: FleetSettings, now: float
+) -> Features | None:
+    """The larger of what came in the last period and in the last seconds."""
+    told = [foresight.recent(name, now, 2.0 * settings.slow_s), meter.lately(name, now)]
+    known = [features for features in told if features is not None]
+    return max(known, key=lambda features: features.token_rate) if known else None
 
 
 def whole(devices: Sequence[Device]) -> int:

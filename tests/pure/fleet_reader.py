@@ -114,7 +114,7 @@ class Steady(FleetWorld):
                                             (settings.get("host", "h0"), settings.get("domain", "d0")))  # fmt: skip
             case "model":
                 self.models[words[1]] = _model(words[1], _settings(words[2:]))
-                self.tokens[words[1]] = [0, 0, 0, 0]
+                self.tokens[words[1]] = [0, 0, 0, 0, 0]
             case "oracle":
                 self.subjects[words[1]] = _subject(words[1], float(_settings(words[2:])["per_replica"]))
             case _:

@@ -72,7 +72,7 @@ class FleetWorld:
         self.numbers = self.tickets = 0
         self.nodes: dict[str, Node] = {}
         self.replicas: dict[tuple[str, str], tuple[str, ...]] = {}
-        self.tokens = {name: [0, 0, 0, 0] for name in self.models}
+        self.tokens = {name: [0, 0, 0, 0, 0] for name in self.models}
         self.waiting: dict[str, Ticket] = {}
         self.begun: dict[str, str] = {}
         self.ended: list[str] = []
@@ -200,6 +200,7 @@ class FleetWorld:
 
     def arrive(self, ticket: Ticket) -> None:
         self.tokens[ticket.model][0] += ticket.prompt_tokens
+        self.tokens[ticket.model][4] += 1
         self.waiting[ticket.id] = ticket
         self.tell(Traffic(arrived=(ticket,)))
         self.want()

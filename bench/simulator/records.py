@@ -1,4 +1,4 @@
-"""What the rooms of the simulator hand each other: the imaginary cluster, its work, and what came of it. Frozen records.
+"""What the rooms of the simulator hand each other: the imaginary cluster, its work, and what came of it. Frozen.
 
 A `Scenario` is all that a run is made of. The `World` supplies physics and carries out orders; a `Policy` decides,
 which is the leader's own `Brain` or an imitation of another system; a `Device` imitates one node's batching, in one of

@@ -1,9 +1,9 @@
 """How good dispatch is, and how fast: against the exact optimum, against bounds, and in a small world of arrivals.
 
-    python -m bench.dispatch                          all parts (about four minutes)
-    python -m bench.dispatch --part guarantee         ratios to the exact optimum by machines and order
-    python -m bench.dispatch --trace FOLDER           trace-shaped instances too: requests.csv.gz and apps.csv lie there
-    python -m bench.dispatch --plot FOLDER            pictures of the parts run
+    janus bench dispatch                           all parts (about four minutes)
+    janus bench dispatch  --part guarantee         ratios to the exact optimum by machines and order
+    janus bench dispatch  --trace FOLDER           trace-shaped instances too: requests.csv.gz and apps.csv lie there
+    janus bench dispatch  --plot FOLDER            pictures of the parts run
 
 Everything is drawn from --seed. Times are processor time of one core, the best of several runs.
 """

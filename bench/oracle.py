@@ -93,7 +93,7 @@ def fit(fits: Workers, request: FitRequest) -> Fitted:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="janus bench oracle", description="prior, calibration and cost of the oracle")
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
-    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62")
+    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62; --speed needs none")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="some of its 14 models")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--train", type=int, default=30, help="observations before a fit")

@@ -1,8 +1,8 @@
 """How good and how fast packing is: against CP-SAT over a day of 62 applications, and on up to 10,000 devices.
 
-    python -m bench.packing --traces DIR                  three shapes of the day, exact wherever the bound is not met
-    python -m bench.packing --traces DIR --sample 30      and CP-SAT from nothing on every 30th tick, to compare times
-    python -m bench.packing --scale --plot DIR            cost against applications and devices, no trace needed
+    janus bench packing  --traces DIR                  three shapes of the day, exact wherever the bound is not met
+    janus bench packing  --traces DIR --sample 30      and CP-SAT from nothing on every 30th tick, to compare times
+    janus bench packing  --scale --plot DIR            cost against applications and devices, no trace needed
 
 Prints tables; asserts nothing. Times are this thread's processor time, since machines that run benchmarks are shared.
 """
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="janus bench packing", description="against the optimum, and at scale")
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
-    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62")
+    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62; --scale needs none")
     parser.add_argument("--shape", nargs="+", choices=[s.value for s in Shape], default=[s.value for s in Shape])
     parser.add_argument("--volume", type=float, default=VOLUME, help="times the requests of the trace")
     parser.add_argument("--ticks", type=int, default=STEPS, help="decisions of the day, from its start")

@@ -3,6 +3,7 @@
     janus plan --scenario day62 --target 0.97                  all requests of a day of 62 applications
     janus plan --scenario day62 --judge hour --policy prism    in every single hour, led by an imitation of Prism
     janus plan --scenario my.toml --seeds 3                    with every one of three seeds
+    janus plan --target 0.9                                    of the small default scenario
 
 The number of devices is doubled until it is enough, then halved between; every answer was run, and one less was too.
 The scenario's own number of hosts does not matter: the first of its devices are taken, and more like them.

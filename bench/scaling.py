@@ -1,8 +1,8 @@
 """Replicas over time when traffic bursts, and what the fast path and plans cost on up to 10,000 devices.
 
-    python -m bench.scaling --traces DIR                 a burst of the trace's most popular model, half a second a step
-    python -m bench.scaling --traces DIR --decide table  by the table of token rates instead of the oracle
-    python -m bench.scaling --cost --plot DIR            cost against models and devices, no trace needed
+    janus bench scaling  --traces DIR                 a burst of the trace's most popular model, half a second a step
+    janus bench scaling  --traces DIR --decide table  by the table of token rates instead of the oracle
+    janus bench scaling  --cost --plot DIR            cost against models and devices, no trace needed
 
 The scaler, the rollout, the sources and the oracle (without observations: its roofline) are the server's own; replicas
 are a fluid that serves so many tokens a second. Prints tables; asserts nothing.
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="janus bench scaling", description="replicas over time, and what it costs")
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
-    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62")
+    parser.add_argument("--traces", type=Path, default=default, help="the folder workload62; --cost needs none")
     parser.add_argument(
         "--start", type=float, default=8445.0, help="second of the day; a burst of app 0 starts at 8505"
     )

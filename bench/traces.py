@@ -76,7 +76,7 @@ def open_text(path: Path) -> io.TextIOBase:
         # The caller closes it.
         return gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8")
     except OSError as error:
-        raise BadConfig(f"{path}: {error.strerror or error}") from None
+        raise BadConfig(f"{path}: {error.strerror or error}; traces are not part of Janus: name yours") from None
 
 
 def _cut(rows: Iterable[TraceRow], part: TraceSlice) -> list[TraceRow]:

@@ -106,7 +106,7 @@ examples:
   janus bench memory all                        what one pool of pages for many models is worth
   janus bench oracle                            how well demand and attainment are predicted, and what that costs
   janus bench simulate --list                   policies on an imaginary cluster, also reached as janus simulate
-  janus bench plan --scenario smoke             how many devices keep a promise, also reached as janus plan
+  janus bench plan --target 0.9                 how many devices keep a promise, also reached as janus plan
   janus bench workload                          what the traffic of 62 applications looks like
   janus bench simulate_loads                    how long copies take in the simulator, beside the published times
   janus bench simulate_devices                  the simulator's two fidelities against each other

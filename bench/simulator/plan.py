@@ -78,8 +78,8 @@ def search(attempt: Callable[[int], Trial], target: float, *, first: int = 1, mo
 
     low, high = 0, first
     while not enough(high):
-        if high == most:
-            raise BadConfig(_never(trials, most, target))
+        if high == most or _flat(trials):
+            raise BadConfig(_never(trials, high, target))
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
@@ -92,6 +92,12 @@ def search(attempt: Callable[[int], Trial], target: float, *, first: int = 1, mo
     tried = tuple(trials[nodes] for nodes in sorted(trials))
     odd = tuple(t for t in tried if t.nodes > high and t.attainment < target)
     return Plan(target, answer, below, below and marginal(answer, below), tried, odd)
+
+
+def _flat(trials: Mapping[int, Trial]) -> bool:
+    """Three doublings in a row that brought nothing: what is missing is not devices."""
+    last = [trials[nodes].attainment for nodes in sorted(trials)][-4:]
+    return len(last) == 4 and 0.0 < max(last) <= last[0] + 5e-4
 
 
 def marginal(answer: Trial, below: Trial) -> Marginal | None:
@@ -161,4 +167,5 @@ def _never(trials: Mapping[int, Trial], most: int, target: float) -> str:
     shares = {m: k.good / k.requests for m, k in last.models.items() if k.requests}
     least = min(shares, default=None, key=lambda m: (shares[m], m))
     what = "" if least is None else f"; the worst model is {least} with {math.floor(shares[least] * 1000) / 10:.1f} %"
-    return f"not even {most} nodes keep {share(target)} of promises, only {share(last.attainment)}{what}"
+    kept = f"not even {most} nodes keep {share(target)} of promises, only {share(last.attainment)}{what}"
+    return f"{kept}; a lower --target may be to be had"

@@ -33,21 +33,27 @@ def write(
     found = {name: summarise(record, bursts_s) for name, record in records.items()}
     show(found)
     if out is not None:
-        for path in save(records, found, out, pictures=pictures):
+        for path in save(records, found, out):
             print(f"wrote {path}")
+        if pictures:
+            try:
+                drawn = figures.draw(out, records, found)
+            except BadConfig as error:  # the page has all of it: who lacks a library is told, and has the rest
+                print(f"no pictures: {error}")
+            else:
+                for path in drawn:
+                    print(f"wrote {path}")
     return found
 
 
-def save(
-    records: Mapping[str, Record], found: Mapping[str, Mapping[str, Any]], out: Path, *, pictures: bool = True
-) -> list[Path]:
-    """summary.json, report.html and the figures, in that order."""
+def save(records: Mapping[str, Record], found: Mapping[str, Mapping[str, Any]], out: Path) -> list[Path]:
+    """summary.json and report.html."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         written = [out / "summary.json", out / "report.html"]
         written[0].write_text(json.dumps(_plain(found), indent=1, allow_nan=False), encoding="utf-8")
         written[1].write_text(html.page(records, found), encoding="utf-8")
-        return [*written, *figures.draw(out, records, found)] if pictures else written
+        return written
     except OSError as error:
         raise BadConfig(f"the report cannot be written to {out}: {error.strerror or error}") from None
 

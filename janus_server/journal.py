@@ -28,6 +28,10 @@ MOST_BYTES: Final = 64 << 20
 _MOST_LINE_BYTES: Final = 256 << 20
 
 
+# What a file that somebody edited makes of the Brain's own checks.
+_IMPOSSIBLE: Final = (Bug, ArithmeticError, ValueError, LookupError)
+
+
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
     """The first line of a file: what the Brain was made of, and what it believed when the file began."""
 
@@ -149,7 +153,10 @@ def replay(path: Path) -> Replayed:
     heading = next(lines, None)
     if not isinstance(heading, Heading) or heading.version != VERSION:
         raise BadConfig(f"{path} does not begin as a journal of version {VERSION} does")
-    brain = Brain(heading.settings, heading.term, heading.memory)
+    try:
+        brain = Brain(heading.settings, heading.term, heading.memory)
+    except _IMPOSSIBLE as error:
+        raise BadConfig(f"{path} line 1 tells of what cannot be: {error}") from None
     times_s: list[float] = []
     difference = None
     for number, entry in enumerate(lines, start=2):
@@ -158,7 +165,7 @@ def replay(path: Path) -> Replayed:
         times_s.append(entry.now)
         try:
             actions = tuple(brain.on(entry.event, entry.now))
-        except (Bug, ArithmeticError, ValueError, KeyError) as error:
+        except _IMPOSSIBLE as error:
             raise BadConfig(f"{path} line {number} tells of what cannot be: {error}") from None
         if actions != entry.actions:
             difference = Difference(number, entry, actions)

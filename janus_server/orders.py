@@ -177,7 +177,7 @@ class Traffic(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """A node is gone, and all that was on it."""
+    """A node is gone, and all that was on it; who waits for what it had begun is told of anew, as `Traffic`."""
 
     node: str
 

@@ -294,12 +294,17 @@ class Brain:
         elif wish.goal is not None:
             rooms = [room for room in rooms if room.models[model].heading is not Stage.COLD] or rooms[:1]
         answers = [room.ask(model, wish, event.source, now) for room in rooms]
-        if self._fleet.leads and answers[0].accepted and wish.goal is not None:
-            if wish.goal is Stage.ACTIVE:
-                self._fleet.adopt(model, tuple(room.node for room in rooms))
-            elif event.node is None:
-                self._fleet.sleep(model)
-        return next((answer for answer in answers if not answer.accepted), answers[0])
+        refused = next((answer for answer in answers if not answer.accepted), None)
+        if refused is not None:
+            for room, answer in zip(rooms, answers, strict=True):
+                if answer.accepted and len(rooms) > 1 and wish.goal is Stage.ACTIVE:
+                    room.lower(model, f"{model}: another shard's node refused")  # nothing was ordered yet
+            return refused
+        if self._fleet.leads and wish.goal is Stage.ACTIVE:
+            self._fleet.wish(model, tuple(room.node for room in rooms), now)
+        elif self._fleet.leads and wish.goal is not None:
+            self._fleet.sleep(model, event.node)
+        return answers[0]
 
     # Deciding
 

@@ -169,16 +169,17 @@ class Dispatcher:
         free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
         able = [kind for kind in self._kinds if not free.isdisjoint(holders[kind[1]])]
         if able and self._begun % _OLDEST_EVERY == _OLDEST_EVERY - 1:
-            waiting = (ticket for kind in able for ticket in self._kinds[kind].values())
-            oldest = min(waiting, key=lambda ticket: (ticket.arrived_s, ticket.id))
+            heads = (next(iter(self._kinds[kind].values())) for kind in able)  # in the order in which they came
+            oldest = min(heads, key=lambda ticket: (ticket.arrived_s, ticket.id))
             first = min((machines[name] for name in holders[oldest.model]), key=lambda m: (m.start_s, m.id))
             return [self._give(oldest, first.id, now, machines)]
         for kind in able:
-            planned = jobs.get(kind)
-            if planned is None or len(planned) != len(self._kinds[kind]):
-                jobs[kind] = [self._job(ticket, now) for ticket in self._kinds[kind].values()]
-        due = {kind: min((job.deadline_s, job.arrival_s, job.id) for job in jobs[kind]) for kind in able}
-        for kind in sorted(able, key=lambda kind: (kind[0], due[kind])):
+            waiting, planned = self._kinds[kind], jobs.get(kind)
+            if planned is None:
+                jobs[kind] = sorted((self._job(ticket, now) for ticket in waiting.values()), key=_urgency)
+            elif len(planned) != len(waiting):
+                jobs[kind] = [job for job in planned if job.id in waiting]
+        for kind in sorted(able, key=lambda kind: (kind[0], _urgency(jobs[kind][0]))):
             able_machines = [machines[name] for name in holders[kind[1]]]
             if len(jobs[kind]) == 1:  # the commonest case by far, and any plan's
                 first = min(able_machines, key=lambda machine: machine.start_s)
@@ -226,3 +227,7 @@ class Dispatcher:
         job = extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)
         self._jobs[ticket.id] = (job, job.deadline_s - job.work_s)
         return job
+
+
+def _urgency(job: Job) -> tuple[float, float, str]:
+    return job.deadline_s, job.arrival_s, job.id

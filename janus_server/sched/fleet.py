@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from janus_server.orders import Action, Counted, Decided, Verb
-from janus_server.sched.demand import Demand, Kind, Placement, Reason, Seat
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
 from janus_server.sched.foresight import Foresight, at_rate
 from janus_server.sched.meter import Meter
 from janus_server.sched.notebook import Notebook
 from janus_server.sched.oracle_records import Features
-from janus_server.sched.packing import pack
 from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
 from janus_server.sched.plan import plan
 from janus_server.sched.pools import Member, Pool, Pools, assign, steady_demands
@@ -26,7 +24,8 @@ from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
 from janus_server.sched.roster import Roster
 from janus_server.sched.scaling import Load, Scaler, impossible
-from janus_server.sched.signals import signals, whole
+from janus_server.sched.seating import seat
+from janus_server.sched.signals import signals
 from janus_server.sched.source import Origin, choose
 
 _UP = (Verb.LOAD, Verb.WAKE, Verb.FORK)
@@ -54,8 +53,7 @@ class Fleet:
         self.footing = Footing(rooms, known.homes)
         self._scaler = Scaler(settings.scaling, settings.table, known.scaler)
         self._meter = Meter(known.gauges)
-        self._pools, self._seats, self._placement = known.pools, known.seats, known.placement
-        self._refused = known.refused
+        self._pools, self._seating = known.pools, known.seating
         self._called, self._asleep, self._lacking = dict(known.called), set(known.asleep), dict(known.lacking)
         self._notebook = Notebook(_NOTES_HOLD * settings.slow_s, known.noted)
         self._since_s, self._fast_s, self._slow_s = known.since_s, known.fast_s, known.slow_s
@@ -70,8 +68,8 @@ class Fleet:
     def memory(self) -> FleetMemory:
         """What it knows now, as a copy."""
         return FleetMemory(
-            homes=self.footing.homes(), pools=self._pools, seats=self._seats, placement=self._placement,
-            refused=self._refused, scaler=self._scaler.memory(), gauges=self._meter.memory(),
+            homes=self.footing.homes(), pools=self._pools, seating=self._seating, scaler=self._scaler.memory(),
+            gauges=self._meter.memory(),
             called=dict(self._called), lacking=dict(self._lacking), asleep=tuple(sorted(self._asleep)),
             noted=self._notebook.memory(), since_s=self._since_s, fast_s=self._fast_s, slow_s=self._slow_s,
             moving=self._moving,
@@ -99,7 +97,7 @@ class Fleet:
     def left(self, room: Room) -> None:
         """A node went, and its room with it."""
         self._roster.left(room)
-        self._seats = tuple(seat for seat in self._seats if room.node not in seat.devices)
+        self._seating = self._seating.left(room.node)
         self.look(room.node)
         self._soon()
 
@@ -139,17 +137,27 @@ class Fleet:
         self._lacking = {name: self._lacking.get(name, now) for name in lacking}
         return [name for name, since_s in self._lacking.items() if now - since_s >= self._settings.fast_s]
 
-    def sleep(self, model: str) -> None:
-        """An operator put it to sleep: it is left alone until somebody calls it."""
-        self._asleep.add(model)
-        self._seats = tuple(seat for seat in self._seats if seat.model != model)
+    def sleep(self, model: str, node: str | None) -> None:
+        """An operator put it to sleep, on one node or on all: it is left alone until somebody calls it, unless it is up
+        elsewhere.
+        """
+        self._seating = self._seating.without(model, None if node is None else (node,))
+        if node is None or not any(self.footing.of(model, other) for other in self._rooms if other != node):
+            self._asleep.add(model)
+
+    def wish(self, model: str, nodes: tuple[str, ...], now: float) -> None:
+        """An operator wants it up there."""
+        self._asleep.discard(model)
+        self._called[model] = now
+        self.adopt(model, nodes)
 
     def adopt(self, model: str, nodes: tuple[str, ...]) -> None:
         """A replica is up there, or will be, for a reason of its own."""
         if self._roster.models[model].shards == len(nodes) and self.footing.add(model, nodes) and self.decides(model):
-            # A seat that nothing came of is given up for this one.
-            kept = [s for s in self._seats if s.model != model or (self._held(s) and s.devices != nodes)]
-            self._seats = (*kept, Replica(model=model, devices=nodes))
+            for s in self._seating.seats:
+                if s.model == model and (s.devices == nodes or not self._held(s)):  # nothing came of it
+                    self._seating = self._seating.without(model, s.devices)
+            self._seating = self._seating.taken(model, nodes)
 
     def _held(self, seat: Replica) -> bool:
         return self.footing.of(seat.model, seat.devices[0]) == seat.devices
@@ -166,7 +174,8 @@ class Fleet:
         if now >= self._slow_s or (pressed and now >= self._slow_s - self._settings.slow_s + self._settings.press_s):
             self._slow(self._cluster(now), pressed, now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
-            self._notebook.forget(now)
+        if any(not self._kept(one.model, now) for one in self._seating.seats if self._held(one)):
+            self._moving = True
         if self._moving:
             self._cluster(now)
         changed = self._scale(now, actions, notes)
@@ -183,14 +192,15 @@ class Fleet:
         for change in changes:
             touched += self._tell(change, cluster, now, notes)
         for model, node in self.footing.rests():
-            touched += self._lower(model, (node,), f"{model}@{node} is of no use: its replica lost a shard")
+            self._rooms[node].lower(model, f"{model}@{node} is of no use: it is no whole replica")
+            touched.append(node)
         # Whatever is on its way or going needs another look, though nothing may happen in between.
         self._moving = bool(changes) or any(r.standing is not Standing.ACTIVE for r in cluster.replicas)
         return touched
 
     def _cluster(self, now: float) -> Cluster:
         cluster = self.footing.cluster(lambda node: self._backlog_s(node, now), self._roster.reserve_pages)
-        held = {device for seat in self._seats for device in seat.devices}
+        held = {device for one in self._seating.seats for device in one.devices}
         steady = set(self._pools.of(Pool.STEADY))
         alone = steady.union(set(self._roster.models) - self._roster.led)
         held.update(device for r in cluster.replicas if r.model in alone for device in r.devices)
@@ -211,7 +221,7 @@ class Fleet:
 
     def _idle(self, name: str, now: float) -> bool:
         idle_s = self._roster.models[name].idle_s
-        if idle_s is None or name in self._waiting:
+        if idle_s is None or name in self._waiting or self.footing.busy(name):
             return False
         called_s = self._called.get(name, self._since_s if self._since_s is not None else now)
         return min(self._meter.idle_for_s(name, now), now - called_s) >= idle_s
@@ -230,9 +240,7 @@ class Fleet:
         vain = {name: impossible(self._roster.models[name], sizes) for name in self._awake(now)}
         awake = [name for name, why in vain.items() if why is None]
         notes += [*self._roster.notes(), *(Note(name, why) for name, why in vain.items() if why is not None)]
-        found = signals(
-            awake, self._roster.models, devices, self._foresight, self._meter, pressed, self._settings, now
-        )
+        found = signals(awake, self._roster.models, devices, self._foresight, self._meter, pressed, self._settings, now)
         if len(self._settings.pools) == 1:
             only = self._settings.pools[0]
             self._pools = Pools(tuple(Member(model=name, pool=only, since_s=now) for name in sorted(awake)), now)
@@ -241,47 +249,8 @@ class Fleet:
             self._pools = assignment.pools
             actions += [Decided(change.model, change.why) for change in assignment.changes]
             notes += assignment.notes
-        self._pack(cluster, steady_demands(self._pools, found, self._settings.overlap), actions, notes)
-
-    def _pack(self, cluster: Cluster, demands: list[Demand], actions: list[Action], notes: list[Note]) -> None:
-        """Starting from what stands: where replicas of the steady models are, or were to be."""
-        wanted = {demand.model: demand.shards for demand in demands}
-        live = [r for r in cluster.replicas if r.standing is not Standing.SINKING]
-        live.sort(key=lambda r: r.standing is Standing.DRAINING)
-        homes = self._homes(wanted, live)
-        taken = {device for home in homes.values() for device in home}
-        others = {device for r in live if r.model not in wanted for device in r.devices}
-        least = whole(cluster.devices)
-        large = [device.id for device in cluster.devices if device.pages >= least]
-        names = sorted(large, key=lambda name: name not in taken)
-        usable = [name for name in names if name in taken or name not in others]
-        seats = tuple(Seat(model, device) for model in sorted(homes) for device in homes[model])
-        decision = pack(demands, usable, Placement(seats, self._placement.vain), self._settings.packing)
-        self._placement = decision.placement
-        found = decision.placement.homes
-        stay = {model for model, home in found.items() if _across(home, homes.get(model, ()))}
-        for move in decision.moves:
-            if move.kind is not Kind.DROP and move.model not in stay:
-                actions.append(Decided(move.model, f"{move.model} to {move.target}: {move.why}"))
-        notes += [Note(refusal.model, refusal.why) for refusal in decision.refusals]
-        self._refused = tuple(r.model for r in decision.refusals if r.reason is Reason.NO_ROOM)
-        # Who is up without having room by what it may take stays where it is, as long as its pages are to be had; so
-        # does who would have to stop before it is up elsewhere.
-        stay.update(r.model for r in decision.refusals)
-        found.update({model: homes[model] for model in stay if model in homes})
-        self._seats = tuple(Replica(model=model, devices=tuple(sorted(found[model]))) for model in sorted(found))
-
-    def _homes(self, wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:
-        """Where each model that has so many shards lies: on its seat if it is there or nowhere, else where it is."""
-        found: dict[str, list[tuple[str, ...]]] = {model: [] for model in wanted}
-        for replica in live:
-            if len(replica.devices) == wanted.get(replica.model, 0):
-                found[replica.model].append(replica.devices)
-        homes = {seat.model: seat.devices for seat in self._seats if seat.model in wanted}
-        for model, held in found.items():
-            if held and homes.get(model) not in held:
-                homes[model] = held[0]
-        return homes
+        demands = steady_demands(self._pools, found, self._settings.overlap)
+        self._seating = seat(demands, cluster, self._seating, self._settings.packing, actions, notes)
 
     # The fast path
 
@@ -291,7 +260,7 @@ class Fleet:
         loads = [self._meter.load(name, self._waiting.get(name, 0.0), now) for name in elastic]
         traffic = {load.model: self._at(load, now) for load in loads if load.tokens_s > 0.0}
         models = self._roster.models
-        short = sum(models[name].shards for name in self._refused if name in models)
+        short = sum(models[name].shards for name in self._seating.refused if name in models)
         devices = self._elastic[: max(0, len(self._elastic) - short)] if short else self._elastic
         targets, said = self._scaler.decide(
             loads, models, devices, lambda questions: self._foresight.expect(questions, traffic), now
@@ -319,8 +288,8 @@ class Fleet:
         # A node where models wait for each other's room lets them take turns: that is not to be planned against.
         waiting = {r.key for r in there.replicas if self.footing.waits(r)}
         there = Cluster(there.devices, tuple(r for r in there.replicas if r.key not in waiting))
-        wanted = [seat for seat in self._seats
-                  if seat.key not in waiting and seat.model not in leaving and self._kept(seat.model, now)]  # fmt: skip
+        wanted = [one for one in self._seating.seats
+                  if one.key not in waiting and one.model not in leaving and self._kept(one.model, now)]  # fmt: skip
         # What is none of its business stays too.
         wanted += [r for r in there.replicas if r.standing is not Standing.SINKING
                    and (r.model in leaving or not self.decides(r.model))]  # fmt: skip
@@ -375,7 +344,10 @@ class Fleet:
 
     def _lower(self, model: str, nodes: Sequence[str], why: str) -> list[str]:
         """The head first: what it runs takes all shards."""
-        there = nodes[:1] if self._rooms[nodes[0]].models[model].busy else nodes
+        beliefs = [self._rooms[node].models[model] for node in nodes]
+        if any(belief.pinned for belief in beliefs):
+            return []
+        there = nodes[:1] if beliefs[0].busy else nodes
         for node in there:
             self._rooms[node].lower(model, why)
         return list(there)
@@ -390,8 +362,3 @@ class Fleet:
             if copy.source is not None and copy.origin in (Origin.NEAR, Origin.FAR):
                 feeder = copy.source.devices
         return feeder if len(feeder) == len(change.devices) else [None] * len(change.devices)
-
-
-def _across(home: Sequence[str], before: Sequence[str]) -> bool:
-    """Some of the nodes are the same: no replica can be up there before the other one is gone."""
-    return set(home) != set(before) and not set(home).isdisjoint(before)

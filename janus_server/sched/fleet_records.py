@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from janus_server.sched.demand import Placement
 from janus_server.sched.demand import Rules as PackingRules
 from janus_server.sched.meter import Gauge
 from janus_server.sched.mind import RateTable, ScalingRules
-from janus_server.sched.placement import Replica
 from janus_server.sched.pools import Overlap, Pool, PoolRules, Pools
 from janus_server.sched.scaling import ScalerMemory
+from janus_server.sched.seating import Seating
 from janus_server.sched.source import Links
 from janus_server.units import LONG_AGO_S
 
@@ -38,17 +37,14 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 class FleetMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a `Fleet` knows at one moment.
 
-    homes are the nodes of each replica, seats what the steady pool is to be, placement what the last packing said,
-    refused which models it found no room for. called: when requests came last for a model that nobody had; lacking:
-    since when requests wait for one that no replica is on its way of; asleep: models that an operator put to sleep and
-    nobody has called since. noted: what was said of what nothing could be done about, and until when that held.
+    homes are the nodes of each replica, seating the steady pool. called: when requests came last for a model that
+    nobody had; lacking: since when requests wait for one that no replica is on its way of; asleep: models that an
+    operator put to sleep and nobody has called since. noted: when what is not done, or not believed, was noted last.
     """
 
     homes: dict[str, tuple[tuple[str, ...], ...]] = {}
     pools: Pools = Pools()
-    seats: tuple[Replica, ...] = ()
-    placement: Placement = Placement()
-    refused: tuple[str, ...] = ()
+    seating: Seating = Seating()
     scaler: ScalerMemory = ScalerMemory()
     gauges: dict[str, Gauge] = {}
     called: dict[str, float] = {}

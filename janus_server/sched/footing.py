@@ -73,6 +73,10 @@ class Footing:
             self._serving[model] = tuple(nodes[0] for nodes in held if self._serves(model, nodes))
         return self._serving[model]
 
+    def busy(self, model: str) -> bool:
+        """Whether a replica has something to do."""
+        return any(self._rooms[nodes[0]].models[model].busy for nodes in self._homes.get(model, ()))
+
     def held(self, model: str) -> bool:
         """Whether a replica is up or on its way; of several shards, whether there is anything left of one."""
         live = (Standing.ACTIVE, Standing.RISING)

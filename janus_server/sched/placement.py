@@ -8,7 +8,7 @@ replica. Nothing here decides. Pure.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -126,3 +126,13 @@ def free_pages(cluster: Cluster, models: Iterable[Model]) -> dict[str, int]:
             if device in free:
                 free[device] -= pages.get(replica.model, whole[device])
     return free
+
+
+def whole(devices: Sequence[Device]) -> int:
+    """The pages that one device counts for where models share them: what most of the memory comes in. Smaller devices
+    are shared by nobody.
+
+    Example: of 100, 100 and 40 pages it is 100 (200 in all; three of 40 are 120), of 100, 80 and 80 it is 80.
+    """
+    sizes = sorted((device.pages for device in devices), reverse=True)
+    return max(1, max(((n * size, size) for n, size in enumerate(sizes, 1)), default=(0, 1))[1])

@@ -98,7 +98,7 @@ class Room:
     def lower(self, model: str, why: str) -> None:
         """The model is not to be up here any more; its requests end first. What is on its way arrives before."""
         belief = self.models[model]
-        if belief.order is not None or belief.pinned or belief.falling:
+        if belief.order is not None or belief.falling:
             return
         belief.because, belief.source = why, None
         belief.goal = Stage.WARM if belief.stage is Stage.ACTIVE else None

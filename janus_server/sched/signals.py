@@ -13,7 +13,7 @@ from janus_server.sched.foresight import Foresight, Need
 from janus_server.sched.ladder import choose, ladder
 from janus_server.sched.meter import Meter
 from janus_server.sched.oracle_records import Features
-from janus_server.sched.placement import Device, Model
+from janus_server.sched.placement import Device, Model, whole
 from janus_server.sched.pools import Signal
 from janus_server.sched.scaling import Question
 
@@ -62,23 +62,11 @@ def signals(
     return found
 
 
-def _traffic(
-    name: str, foresight: Foresight, meter: Meter, settings: FleetSettings, now: float
-) -> Features | None:
+def _traffic(name: str, foresight: Foresight, meter: Meter, settings: FleetSettings, now: float) -> Features | None:
     """The larger of what came in the last period and in the last seconds."""
     told = [foresight.recent(name, now, 2.0 * settings.slow_s), meter.lately(name, now)]
     known = [features for features in told if features is not None]
     return max(known, key=lambda features: features.token_rate) if known else None
-
-
-def whole(devices: Sequence[Device]) -> int:
-    """The pages that one device counts for where models share them: what most of the memory comes in. Smaller devices
-    are shared by nobody.
-
-    Example: of 100, 100 and 40 pages it is 100 (200 in all; three of 40 are 120), of 100, 80 and 80 it is 80.
-    """
-    sizes = sorted((device.pages for device in devices), reverse=True)
-    return max(1, max(((n * size, size) for n, size in enumerate(sizes, 1)), default=(0, 1))[1])
 
 
 def _by_table(tokens_s: float, settings: FleetSettings) -> Need:

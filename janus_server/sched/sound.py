@@ -12,13 +12,15 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from janus_server.orders import Busy, Counted, Counts, Event, Joined, KnownModel, Observed, Report, Traffic
+from janus_server.orders import Busy, Counted, Counts, Event, Joined, KnownModel, Observed, Report, Ticket, Traffic
 from janus_server.sched.oracle_records import Observation
 from janus_server.sched.placement import Note
 from janus_server.units import LONG_AGO_S
 
 T = TypeVar("T")
 _MOST: Final = 1 << 60
+# Ten minutes of prefill are no prediction but a mistake, and would keep everybody else from the device.
+_MOST_WORK_S: Final = 600.0
 
 
 class Clock(msgspec.Struct):
@@ -28,7 +30,9 @@ class Clock(msgspec.Struct):
     lag_s: float = 0.0
 
     def read(self, now: float) -> float:
-        """Example: told 5, 9, 2 and 3 it reads 5, 9, 9 and 10."""
+        """Example: told 5, 9, 2 and 3 it reads 5, 9, 9 and 10. What is no time is none."""
+        if not math.isfinite(now):
+            return self.at_s
         self.lag_s = max(self.lag_s, self.at_s - now)
         self.at_s = max(self.at_s, now + self.lag_s)
         return self.at_s
@@ -59,9 +63,10 @@ def sound(event: Event, lag_s: float, notes: list[Note]) -> Event:
             if lag_s:
                 seen = {name: msgspec.structs.replace(one, at_s=one.at_s + lag_s) for name, one in seen.items()}
             return event if not lag_s and len(seen) == len(models) else Observed(seen, subjects)
-        case Traffic(arrived) if lag_s and arrived:
-            later = msgspec.structs.replace
-            return later(event, arrived=tuple(later(one, arrived_s=one.arrived_s + lag_s) for one in arrived))
+        case Traffic(arrived) if arrived and (lag_s or not all(map(_ticket, arrived))):
+            why = "a ticket of it says what is no number: that counts as nothing"
+            notes += [Note(ticket.model, why) for ticket in arrived if not _ticket(ticket)]
+            return msgspec.structs.replace(event, arrived=tuple(_repaired(ticket, lag_s) for ticket in arrived))
         case Joined(models=models):
             kept = {known.model: known for known in models if _known(known)}
             if len(kept) == len(models) and event.pool_pages >= 0:
@@ -93,8 +98,21 @@ def _clear(busy: Busy) -> Busy:
     return Busy(max(0, busy.running), max(0, busy.waiting), idle_s)
 
 
+def _ticket(ticket: Ticket) -> bool:
+    promised = ticket.ttft_s is None or number(ticket.ttft_s)
+    return 0.0 <= ticket.work_s <= _MOST_WORK_S and -_MOST < ticket.arrived_s < _MOST and promised
+
+
+def _repaired(ticket: Ticket, lag_s: float) -> Ticket:
+    """A request that waits is not forgotten because somebody cannot count."""
+    work_s = min(ticket.work_s, _MOST_WORK_S) if ticket.work_s >= 0.0 else 0.0
+    arrived_s = ticket.arrived_s if -_MOST < ticket.arrived_s < _MOST else 0.0
+    ttft_s = ticket.ttft_s if ticket.ttft_s is None or number(ticket.ttft_s) else None
+    return msgspec.structs.replace(ticket, work_s=work_s, arrived_s=arrived_s + lag_s, ttft_s=ttft_s)
+
+
 def _counts(counts: Counts) -> bool:
-    numbers = (counts.input_tokens, counts.output_tokens, counts.ended, counts.late)
+    numbers = (counts.input_tokens, counts.output_tokens, counts.ended, counts.late, counts.requests)
     return all(0 <= n < _MOST for n in numbers)
 
 

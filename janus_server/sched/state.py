@@ -1,7 +1,7 @@
 """What the Brain believes: each model's stage on the node, what is under way for it, and who waits. Pure.
 
-Only `brain` writes these records. An order that was given counts as done in every sum over memory, so that two plans
-never spend the same pages: the ledger is the set of open orders.
+Only `brain` and its rooms write these records. An order that was given counts as done in every sum over memory, so that
+two plans never spend the same pages: the ledger is the set of open orders.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Belief(msgspec.Struct, eq=False, kw_only=True):
     """One model on the node.
 
     busy counts its requests in batch and queue at the last report; wanted_s is since when a request waits for it to
-    become Active; goal is the stage that an operator asked for and that is not reached yet, source the node whose
-    weights are to be tried first, offers the nodes that let theirs be copied, the best first; broken says why it cannot
-    be loaded, until retry_s. because is why the fleet wants what it wants of it, "" where it wants nothing. recent is
-    how many requests it had, as of recent_s, older ones counted less.
+    become Active; goal is the stage that an operator, or the fleet, asked for and that is not reached yet, source the
+    node whose weights are to be tried first, offers the nodes that let theirs be copied, the best first; broken says
+    why it cannot be loaded, until retry_s. because is why the fleet wants what it wants of it, "" where it wants
+    nothing. recent is how many requests it had, as of recent_s, older ones counted less.
     """
 
     known: KnownModel

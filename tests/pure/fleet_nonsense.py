@@ -115,7 +115,8 @@ class Nonsense:
         rng = self.rng
         self.tickets.append(f"t{len(self.tickets)}")
         ticket = Ticket(id=self.tickets[-1], model=model, prompt_tokens=rng.randint(1, 100),
-                        work_s=rng.choice((0.0, 0.1, 2.0)), arrived_s=rng.choice((now, now, -1e6, 1e6)),
-                        ttft_s=rng.choice((None, 1e-3, 1.0)))  # fmt: skip
+                        work_s=rng.choice((0.0, 0.1, 2.0, -1.0, math.nan, math.inf, 1e18)),
+                        arrived_s=rng.choice((now, now, -1e6, 1e6, math.nan, -math.inf)),
+                        ttft_s=rng.choice((None, 1e-3, 1.0, math.nan, -1.0)))  # fmt: skip
         left = tuple(rng.choices(self.tickets, k=1)) if rng.random() < 0.3 else ()
         return Traffic((ticket,), tuple(rng.choices(self.tickets, k=1)), left)

@@ -193,11 +193,13 @@ class Rover:
         self.draining: set[tuple[str, str]] = set()
         self.open: dict[int, Order] = {}
         self.waiting: dict[str, list[str]] = {}
-        self.number, self.wake_s = 0, 0.0
+        self.number, self.wake_s = 0, -1.0
 
     def on(self, event: Event, now: float) -> list[Action]:
         self._hear(event)
         actions: list[Action] = []
+        if self.wake_s < 0.0:  # who takes over hears first what stands
+            self.wake_s = now + 0.25
         if now >= self.wake_s:
             self.wake_s = now + 0.25 + 0.25 * self.choose(8)
             for _ in range(self.choose(4)):
@@ -211,7 +213,7 @@ class Rover:
         return actions
 
     def next_wake(self, now: float) -> float | None:
-        return self.wake_s
+        return max(self.wake_s, 0.0)
 
     def _hear(self, event: Event) -> None:
         match event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from janus_server import journal
@@ -21,8 +22,6 @@ from janus_server.orders import (
     Report,
     Stage,
     Tick,
-    Ticket,
-    Traffic,
     Verb,
     Wanted,
     Wish,
@@ -155,12 +154,14 @@ def test_a_restart_keeps_the_journal_of_the_run_before(tmp_path: Path) -> None:
     assert (tmp_path / "j.1").read_bytes() == before
 
 
-def test_an_event_that_cannot_be_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_memory_that_cannot_be_is_named(tmp_path: Path) -> None:
     led = _Led(tmp_path / "j")
     led.tell(Joined("n0", 15, 1000, (_model("a"),)), 0.0)
-    ticket = Ticket(id="t", model="a", prompt_tokens=1, work_s=-5.0, arrived_s=0.0)
-    led.journal.write(Entry(1.0, Done(1, Stage.ACTIVE, False, 0.1), ()))
-    led.journal.write(Entry(1.0, Traffic(arrived=(ticket,)), ()))
     led.journal.close()
-    with pytest.raises(BadConfig, match="line 4 tells of what cannot be"):
-        journal.replay(tmp_path / "j")
+    file = tmp_path / "j"
+    heading, _, rest = file.read_bytes().partition(b"\n")
+    edited = msgspec.json.decode(heading)
+    edited["memory"]["fleet"]["homes"] = {"a": [["n7"]]}
+    file.write_bytes(msgspec.json.encode(edited) + b"\n" + rest)
+    with pytest.raises(BadConfig, match="line 1 tells of what cannot be"):
+        journal.replay(file)

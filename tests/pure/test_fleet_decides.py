@@ -240,6 +240,63 @@ def test_an_operator_loads_all_shards() -> None:
     assert {order.replica for order in got} == {tuple(order.node for order in got)}
 
 
+def _up(brain: Brain, model: str) -> list[str]:
+    return [f"n{i}" for i in range(3) if brain.stages(f"n{i}")[model] is Stage.ACTIVE]
+
+
+def _nothing_runs(brain: Brain, model: str, now: float) -> None:
+    for node in _up(brain, model):
+        play(brain, Report(node, {model: Busy(0, 0, 1.0)}), now=now)
+
+
+def test_an_operators_load_takes_back_the_sleep_before_it() -> None:
+    brain = Brain(BrainSettings())
+    join(brain, known("a"))
+    rest(brain, 0.0, 40.0)
+    _nothing_runs(brain, "a", 40.0)
+    play(brain, Asked("a", Wish.SLEEP), now=41.0)
+    rest(brain, 41.0, 100.0)
+    assert _up(brain, "a") == []
+    play(brain, Asked("a", Wish.LOAD), now=101.0)
+    rest(brain, 101.0, 200.0)
+    assert len(_up(brain, "a")) == 1
+
+
+def test_what_sleeps_on_the_node_that_was_named_stays_asleep_there() -> None:
+    brain = Brain(BrainSettings())
+    join(brain, known("a"))
+    rest(brain, 0.0, 40.0)
+    _nothing_runs(brain, "a", 40.0)
+    [node] = _up(brain, "a")
+    play(brain, Asked("a", Wish.SLEEP, node=node), now=41.0)
+    rest(brain, 41.0, 100.0)
+    assert _up(brain, "a") == []
+
+
+def test_a_load_of_an_idle_model_begins_its_time_anew_and_it_sleeps_when_that_is_over() -> None:
+    brain = Brain(BrainSettings())
+    join(brain, known("a", idle_s=20.0))
+    rest(brain, 0.0, 15.0)
+    _nothing_runs(brain, "a", 15.0)
+    play(brain, Asked("a", Wish.LOAD), now=15.0)
+    rest(brain, 15.0, 30.0)
+    assert len(_up(brain, "a")) == 1
+    rest(brain, 30.0, 36.5)
+    assert _up(brain, "a") == []
+
+
+def test_who_still_writes_a_long_answer_is_not_idle() -> None:
+    brain = Brain(BrainSettings())
+    join(brain, known("a", idle_s=5.0))
+    rest(brain, 0.0, 1.0)
+    [node] = _up(brain, "a")
+    said: list[Action] = []
+    for at_s in range(2, 40):
+        said += play(brain, Report(node, {"a": Busy(1, 0, float(at_s))}), now=float(at_s))
+        said += rest(brain, float(at_s), at_s + 0.9)
+    assert orders(said) == [] and _up(brain, "a") == [node]
+
+
 def test_requests_for_what_no_node_has_are_refused_and_wait_where_there_is_no_node() -> None:
     brain = Brain(BrainSettings())
     assert play(brain, ask("a"), Wanted("a")) == []

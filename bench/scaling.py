@@ -24,11 +24,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from janus_server.sched.mind import Load, Question, ScalingRules, Shares
 from janus_server.sched.placement import Cluster, Device, Model, Replica
 from janus_server.sched.plan import plan
 from janus_server.sched.reasons import Target
 from janus_server.sched.rollout import roll
-from janus_server.sched.scaling import Load, Question, Scaler, ScalingRules, Shares
+from janus_server.sched.scaling import Scaler
 
 from .scaling_plots import draw
 from .scaling_world import TICK_S, Prophet, Recorded, World, loads, model_of

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from janus_server.sched.mind import Load, Question, Shares
 from janus_server.sched.oracle import Ask, Oracle
 from janus_server.sched.oracle_records import Features, Subject
 from janus_server.sched.placement import Change, Cluster, Device, Model, Replica, Standing, Verb
-from janus_server.sched.scaling import Load, Question, Shares
 
 from .oracle_subjects import VOLUME, read
 from .traces import open_text

@@ -143,10 +143,7 @@ class ArbiterDesk:
                 self._unroute(request)
             if request not in self._where:
                 self._route(ticket)
-        for request, given in list(self._lines.given.items()):
-            if given.ticket.model == model and given.replica.phase is Phase.SINKING:
-                del self._lines.given[request]
-                self._backlogs.of(given.replica.nodes[0]).work_s.pop(request, None)
+        self._backlogs.forget(self._lines, model)
 
     def moved(self, replica: Replica) -> None:
         pass

@@ -22,7 +22,7 @@ from janus_server.orders import Counted, Ticket
 from .frontdesk import Desk
 from .kvload import KvLoad
 from .replicas import Phase
-from .seats import choose, vacant
+from .seats import choose, vacant, vain
 from .yard import Yard
 
 _FULL: Final = 0.8
@@ -45,8 +45,7 @@ class BlitzScale:
     def came(self, tickets: tuple[Ticket, ...], now: float) -> None:
         for ticket in tickets:
             self._work_s[ticket.model] = self._work_s.get(ticket.model, 0.0) + ticket.work_s
-            if ticket.model not in self._yard.known or not self._yard.able(ticket.model):
-                self._yard.refuse(ticket.model, f"{ticket.model}: no node is large enough for it", None)
+            vain(self._yard, ticket.model)
 
     def wanted(self, model: str, now: float) -> None:
         pass

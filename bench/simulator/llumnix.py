@@ -15,7 +15,7 @@ from janus_server.orders import Counted, Ticket
 
 from .frontdesk import Desk
 from .kvload import BLOCK_TOKENS, KvLoad
-from .seats import choose, vacant
+from .seats import choose, vacant, vain
 from .yard import Yard
 
 _UP_BELOW: Final = 10.0
@@ -34,8 +34,7 @@ class Llumnix:
 
     def came(self, tickets: tuple[Ticket, ...], now: float) -> None:
         for ticket in tickets:
-            if ticket.model not in self._yard.known or not self._yard.able(ticket.model):
-                self._yard.refuse(ticket.model, f"{ticket.model}: no node is large enough for it", None)
+            vain(self._yard, ticket.model)
 
     def wanted(self, model: str, now: float) -> None:
         pass

@@ -48,6 +48,13 @@ class Backlogs:
         self.of(node).finished(request, now)
         return node
 
+    def forget(self, lines: Lines, model: str) -> None:
+        """What replicas of the model that are going had begun: it ended, or will be told of anew."""
+        for request, given in list(lines.given.items()):
+            if given.ticket.model == model and given.replica.phase is Phase.SINKING:
+                del lines.given[request]
+                self.of(given.replica.nodes[0]).work_s.pop(request, None)
+
     def look_again(self, start_s: float, what: str, now: float) -> None:
         """Something waits for a device that is free at start_s: it is to be looked at when it nearly is."""
         due_s = max(start_s - AHEAD_S, now + AHEAD_S)
@@ -102,10 +109,7 @@ class PlannedDesk:
 
     def changed(self, model: str) -> None:
         self._touched[model] = None
-        for request, given in list(self._lines.given.items()):
-            if given.ticket.model == model and given.replica.phase is Phase.SINKING:
-                del self._lines.given[request]
-                self._backlogs.of(given.replica.nodes[0]).work_s.pop(request, None)
+        self._backlogs.forget(self._lines, model)
 
     def moved(self, replica: Replica) -> None:
         pass

@@ -19,7 +19,7 @@ from janus_server.orders import Counted, Counts, Ticket
 
 from .frontdesk import Desk
 from .replicas import Phase, Replica, Site
-from .seats import Reserved, choose
+from .seats import Reserved, choose, vain
 from .yard import Yard
 
 # No value is published: what is less than a tenth of the present ratio is not worth a move.
@@ -140,8 +140,7 @@ class Prism:
     def _activate(self, model: str, now: float) -> None:
         """Where the pressure is lowest among those with room; else where idle models make room."""
         yard = self._yard
-        if model not in yard.known or not yard.able(model):
-            yard.refuse(model, f"{model}: no node is large enough for it", None)
+        if vain(yard, model):
             return
         if yard.barred(model, now):
             self._starved[model] = None

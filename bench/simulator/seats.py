@@ -19,6 +19,14 @@ def vacant(yard: Yard) -> list[Site]:
     return [site for site in yard.sites.values() if not site.held]
 
 
+def vain(yard: Yard, model: str) -> bool:
+    """No node could ever hold the model; those who wait for it have then heard so."""
+    if model in yard.known and yard.able(model):
+        return False
+    yard.refuse(model, f"{model}: no node is large enough for it", None)
+    return True
+
+
 def choose(sites: Sequence[Site], shards: int, cost: Cost) -> list[Site] | None:
     """The cheapest node, or the host or domain whose dearest of so many nodes is cheapest; of equals the one that has
     the least to spare, then the first. None where no domain has so many.

@@ -17,7 +17,7 @@ from janus_server.orders import Counted, Ticket
 
 from .frontdesk import Desk
 from .replicas import Phase, Replica, Site
-from .seats import Reserved, choose
+from .seats import Reserved, choose, vain
 from .yard import Yard
 
 PER_REPLICA: Final = 8
@@ -114,8 +114,7 @@ class ServerlessLLM:
         if model not in self._yard.known:
             self._yard.refuse(model, f"{model}: nobody knows this model", None)
             return
-        if not self._yard.able(model):
-            self._yard.refuse(model, f"{model}: no node is large enough for it", None)
+        if vain(self._yard, model):
             return
         while self._have(model) < self._desired(model):
             if self._yard.barred(model, now) or not self._place(model, now):

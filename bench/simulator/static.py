@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from janus_server.orders import Counted, Ticket
 
-from .seats import choose, vacant
+from .seats import choose, vacant, vain
 from .yard import Yard
 
 
@@ -29,9 +29,7 @@ class Static:
     def came(self, tickets: tuple[Ticket, ...], now: float) -> None:
         for ticket in tickets:
             model = ticket.model
-            if model not in self._yard.known or not self._yard.able(model):
-                self._yard.refuse(model, f"{model}: no node is large enough for it", None)
-            elif self._targets is not None and not self._targets.get(model):
+            if not vain(self._yard, model) and self._targets is not None and not self._targets.get(model):
                 why = f"{model}: no room for any of the {self._needs.get(model, 0)} replicas that its peak takes"
                 self._yard.refuse(model, why, None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -44,18 +45,17 @@ class Backlog(msgspec.Struct):
 
     def start_s(self, now_s: float) -> float:
         """When the device is expected to be free for one more prefill; never before now."""
-        end_s, correction = self.since_s, self.correction
-        for work_s in self.work_s.values():
-            end_s = max(now_s, end_s + correction * work_s)
-        return end_s if self.work_s else now_s
+        return max(self._ends_s(now_s), default=now_s)
 
     def expected_s(self, now_s: float) -> tuple[tuple[str, float], ...]:
         """When each prefill is expected to be done. One that is overdue may be done any moment; those after it wait."""
-        expected, end_s = [], self.since_s
-        for job, work_s in self.work_s.items():
-            end_s = max(now_s, end_s + self.correction * work_s)
-            expected.append((job, end_s))
-        return tuple(expected)
+        return tuple(zip(self.work_s, self._ends_s(now_s), strict=True))
+
+    def _ends_s(self, now_s: float) -> Iterator[float]:
+        end_s, correction = self.since_s, self.correction
+        for work_s in self.work_s.values():
+            end_s = max(now_s, end_s + correction * work_s)
+            yield end_s
 
     def given(self, job: str, work_s: float, now_s: float) -> None:
         """The job was handed over; work_s is its predicted prefill time as the predictor gave it."""

@@ -15,6 +15,7 @@ from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
 from janus_server.sched.foresight import Foresight, at_rate
 from janus_server.sched.meter import Meter
+from janus_server.sched.mind import Load
 from janus_server.sched.notebook import Notebook
 from janus_server.sched.oracle_records import Features
 from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
@@ -23,7 +24,7 @@ from janus_server.sched.pools import Member, Pool, Pools, assign, steady_demands
 from janus_server.sched.rollout import RolloutRules, roll
 from janus_server.sched.room import Room
 from janus_server.sched.roster import Roster
-from janus_server.sched.scaling import Load, Scaler, impossible
+from janus_server.sched.scaling import Scaler, impossible
 from janus_server.sched.seating import seat
 from janus_server.sched.signals import signals
 from janus_server.sched.source import Origin, choose
@@ -60,9 +61,9 @@ class Fleet:
         self._roster = Roster()
         self._elastic: tuple[Device, ...] = ()
         self._inside: frozenset[str] = frozenset()
+        self._moving = known.moving
         for room in rooms.values():
-            self.joined(room)
-        self._slow_s, self._moving = known.slow_s, known.moving
+            self._know(room)
         self._cluster(0.0)
 
     def memory(self) -> FleetMemory:
@@ -90,9 +91,12 @@ class Fleet:
 
     def joined(self, room: Room) -> None:
         """A node came: who found no room may have some now."""
+        self._know(room)
+        self._soon()
+
+    def _know(self, room: Room) -> None:
         room.led = self._roster.led
         self._roster.joined(room)
-        self._soon()
 
     def left(self, room: Room) -> None:
         """A node went, and its room with it."""

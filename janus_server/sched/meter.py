@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from janus_server.orders import Counts
+from janus_server.sched.mind import Load
 from janus_server.sched.oracle_records import Features
-from janus_server.sched.scaling import Load
 
 RATE_S: Final = 3.0
 """What tokens a second are a mean over, as in the published fast path."""

@@ -16,9 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from janus_server.sched.budget import Claim, settled, share_out
-from janus_server.sched.mind import Load as Load
-from janus_server.sched.mind import Mind, RateTable, ScalingRules, Shares, Thought
-from janus_server.sched.mind import Question as Question
+from janus_server.sched.mind import Load, Mind, Question, RateTable, ScalingRules, Shares, Thought
 from janus_server.sched.placement import Device, Model, Note
 from janus_server.sched.reasons import Target, sentence
 from janus_server.units import LONG_AGO_S, format_seconds

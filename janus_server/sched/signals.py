@@ -12,10 +12,10 @@ from janus_server.sched.fleet_records import FleetSettings
 from janus_server.sched.foresight import Foresight, Need
 from janus_server.sched.ladder import choose, ladder
 from janus_server.sched.meter import Meter
+from janus_server.sched.mind import Question
 from janus_server.sched.oracle_records import Features
 from janus_server.sched.placement import Device, Model, whole
 from janus_server.sched.pools import Signal
-from janus_server.sched.scaling import Question
 
 # How many replicas of one model are asked about one by one.
 _NEAR = 8

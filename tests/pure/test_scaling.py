@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from bench.scaling import main
 from janus_server.orders import Verb
 from janus_server.sched.ladder import Choice, choose, ladder
+from janus_server.sched.mind import Load, Question, RateTable, ScalingRules
 from janus_server.sched.patience import Patience
 from janus_server.sched.placement import Change, Cluster, Device, Model, Replica, Role, Standing
 from janus_server.sched.reasons import Decider, Target
 from janus_server.sched.roles import flips
 from janus_server.sched.rollout import RolloutRules, roll
-from janus_server.sched.scaling import Load, Question, RateTable, Scaler, ScalingRules
+from janus_server.sched.scaling import Scaler
 from janus_server.sched.trend import Trend
 
 

@@ -24,11 +24,12 @@ import msgspec
 import numpy as np
 
 from janus_server.orders import Verb
+from janus_server.sched.mind import Load, Question
 from janus_server.sched.placement import Change, Cluster, Device, Model, Replica, Standing
 from janus_server.sched.plan import plan
 from janus_server.sched.pools import Pools, Signal, assign
 from janus_server.sched.rollout import roll
-from janus_server.sched.scaling import Load, Question, Scaler
+from janus_server.sched.scaling import Scaler
 
 T = TypeVar("T", bound=msgspec.Struct)
 

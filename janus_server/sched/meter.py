@@ -18,8 +18,11 @@ from janus_server.sched.mind import Load
 from janus_server.sched.oracle_records import Features
 
 RATE_S: Final = 3.0
-"""What tokens a second are a mean over, as in the published fast path."""
+"""What tokens a second are a mean over, as in the published fast path; over longer where few requests came."""
 _LATE_S: Final = 10.0
+# The rate of so few requests is chance: it is a mean over as long as it takes for as many to come, up to _KEPT_S.
+_CHANCE_REQUESTS: Final = 16
+_KEPT_S: Final = 30.0
 # Of a rate: less than this part is no change.
 _TREMBLE: Final = 0.05
 
@@ -66,7 +69,7 @@ class Meter:
             if counts.input_tokens > gauge.samples[-1].counts.input_tokens:
                 gauge.came_s = now
             gauge.samples.append(sample)
-            while len(gauge.samples) > 1 and gauge.samples[1].at_s <= now - _LATE_S:
+            while len(gauge.samples) > 1 and gauge.samples[1].at_s <= now - _KEPT_S:
                 del gauge.samples[0]
 
     def idle_for_s(self, model: str, now: float) -> float:
@@ -100,13 +103,23 @@ class Meter:
         gauge = self._gauges.get(model)
         if gauge is None:
             return Load(model=model, tokens_s=0.0, backlog_s=backlog_s)
-        rate = (gauge.samples[-1].tokens - _at(gauge, now - RATE_S).tokens) / RATE_S
+        rate = _rate(gauge, now)
         if not rate or abs(rate - gauge.told) > _TREMBLE * gauge.told:
             gauge.told = rate
         last, before = gauge.samples[-1].counts, _at(gauge, now - _LATE_S).counts
         idle_s = max(0.0, now - gauge.came_s)
         return Load(model=model, tokens_s=gauge.told, backlog_s=backlog_s, ended=last.ended - before.ended,
                     late=last.late - before.late, idle_for_s=idle_s)  # fmt: skip
+
+
+def _rate(gauge: Gauge, now: float) -> float:
+    """Tokens a second. Samples may be missing while nothing changes."""
+    last = gauge.samples[-1]
+    for sample in reversed(gauge.samples):
+        span_s = now - sample.at_s
+        if span_s >= RATE_S and last.counts.requests - sample.counts.requests >= _CHANCE_REQUESTS:
+            return (last.tokens - sample.tokens) / span_s
+    return (last.tokens - _at(gauge, now - _KEPT_S).tokens) / max(RATE_S, min(_KEPT_S, now - gauge.samples[0].at_s))
 
 
 def _at(gauge: Gauge, at_s: float) -> Sample:

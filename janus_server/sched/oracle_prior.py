@@ -1,8 +1,9 @@
 """What a model is expected to need and to attain before anything has been observed: the GPs' prior mean.
 
-A steady-state estimate from the roofline: batches by Little's law, queues by the Pollaczek–Khinchine mean with an
-exponential tail, lengths as if log-normal. `oracle` asks for many models and replica counts at once. Rough on purpose,
-never a simulation: it must be right within a factor of two and finite for any traffic.
+A steady-state estimate from the roofline: batches by Little's law, prompts that share replicas as processors are
+shared, one queue for all replicas by Sakasegawa's approximation, lengths as if log-normal. `oracle` asks for many
+models and replica counts at once. Rough on purpose, never a simulation: it must be right within a factor of two and
+finite for any traffic.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ _MOST_LOG_ODDS = 7.0
 _ROUNDS = 8
 # Arrivals are burstier than Poisson's: half the sum of 1 and the squared variation, at a variation of 1.7.
 _BURSTS = 2.0
+# What a prompt's time scatters by that is no matter of its length, as the deviation of a logarithm.
+_CHANCE = 0.25
+# Of a replica's time for prompts: more than this is never asked of it at once.
+_FULL = 0.7
 _TINY = 1e-9
 
 
 class Traffic(NamedTuple):
-    """Of one replica, arrays [m, k]; squares are mean squares, not variances."""
+    """Of one replica among `replicas`, arrays [m, k]; squares are mean squares, not variances."""
 
+    replicas: Numbers
     rate: Numbers
     input: Numbers
     input_square: Numbers
@@ -71,7 +77,7 @@ def physics_and_limits(subjects: list[Subject]) -> tuple[Physics, Limits]:
 def traffic_of(table: Array, replicas: Array) -> Traffic:
     """table [m, 6] in the order of Features, replicas [m, k]: each replica gets its even part."""
     rate, mean_in, var_in, mean_out, var_out = (table[:, i : i + 1] for i in range(1, 6))
-    return Traffic(rate / replicas, mean_in, var_in + mean_in**2, mean_out, var_out + mean_out**2)
+    return Traffic(replicas, rate / replicas, mean_in, var_in + mean_in**2, mean_out, var_out + mean_out**2)
 
 
 def table_of(features: list[Features]) -> Array:
@@ -89,21 +95,24 @@ def expect(physics: Physics, limits: Limits, traffic: Traffic) -> Prior:
 
 
 def _flow(physics: Physics, limits: Limits, t: Traffic) -> _Flow:
-    """A fixed point: more rows make longer steps, and longer steps leave more rows at work."""
+    """A fixed point: more rows make longer steps, and longer steps leave more rows at work. Prompts stand between a
+    row's tokens by what a step with a chunk takes longer than one without."""
     context = t.input + t.output / 2.0
     room = np.maximum((physics.memory_bytes - physics.weight_bytes) / physics.kv_bytes, context)
     prompt_s = _prompt_s(physics, t)
     token_s = np.maximum(limits.pace_s, physics.fixed_s)
     rows = np.zeros_like(t.rate)
+    chunks = np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS)
     for _ in range(_ROUNDS):
-        new = rows + t.rate * (t.input * token_s)
-        new = np.minimum(new, rows + CHUNK_TOKENS)
-        pairs = rows * context + (new - rows) * t.input / 2.0
-        step_s = step(physics, Work(new, pairs, rows * context)).seconds
+        held = rows * context
+        step_s = step(physics, Work(rows, held, held)).seconds
+        mixed = Work(rows + t.input / chunks, held + t.input_square / chunks / 2.0, held + t.input / 2.0)
+        longer_s = chunks * np.maximum(step(physics, mixed).seconds - step_s, 0.0)
         # A device that shares itself steps when a decode is due, or at once when a prompt has come meanwhile.
         spare_s = np.maximum(limits.pace_s - step_s, 0.0)
         comes = np.maximum(t.rate, 1e-6)
         token_s = step_s + np.exp(-comes * step_s) * -np.expm1(-comes * spare_s) / comes
+        token_s = token_s / np.maximum(1.0 - t.rate * longer_s, 0.02)
         rows = np.minimum(t.rate * t.output * token_s, room / np.maximum(context, 1.0))
     busy = -np.expm1(-rows)
     alone = t.rate * np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS) / (1.0 + t.rate * prompt_s)
@@ -148,21 +157,27 @@ def _log_odds(physics: Physics, limits: Limits, t: Traffic, flow: _Flow) -> Arra
     turns = decode_s / np.maximum(flow.token_s, _TINY)
     full = t.rate * t.output * flow.token_s * context / np.maximum(room, 1.0)
     use = np.maximum(t.rate * flow.prompt_s / np.maximum(1.0 - turns, 0.1), full)
-    spread = t.input_square / np.maximum(t.input, 1.0) ** 2
-    # A prompt waits for the step that runs, then for those before it.
-    slack_s = limits.ttft_s - flow.prompt_s - flow.token_s / 2.0
-    calm = np.maximum(1.0 - use, 0.02)
-    tail_s = flow.prompt_s * np.maximum(spread, 1.0) * _BURSTS / calm
-    waits = np.minimum(use, 1.0) * np.exp(-np.maximum(slack_s, 0.0) / np.maximum(tail_s, _TINY))
-    # The longest prompt that can be on time, in standard deviations of the lengths' logarithm.
-    deviation = np.sqrt(np.log(np.maximum(spread, 1.0))) + 0.25
-    fits = _logistic(1.7 * np.log(np.maximum(limits.ttft_s, _TINY) / np.maximum(flow.prompt_s, _TINY)) / deviation)
-    first = (1.0 - waits) * fits * _logistic(20.0 * (1.0 - use))
-    # A row's mean time between tokens differs from the average by how many prompts happen to come beside it.
-    beside_s = flow.prompt_s * np.sqrt(t.rate * t.output * flow.token_s * np.maximum(spread, 1.0) * _BURSTS)
-    sure = 1.7 * t.output * (limits.tpot_s - flow.token_s) / np.maximum(beside_s, _TINY)
+    spread = np.maximum(t.input_square / np.maximum(t.input, 1.0) ** 2, 1.0)
+    # Prompts share a replica in chunks, so that a long one makes the others slower rather than wait for it: by how
+    # much does not depend on how lengths scatter. A burst finds all replicas busy the more seldom the more there are.
+    # Beyond _FULL prompts that would be late are put last, so that the others meet no more than that.
+    fair = np.minimum(use, _FULL)
+    queue = fair ** (np.sqrt(2.0 * (t.replicas + 1.0)) - 1.0) / (t.replicas * (1.0 - fair))
+    slower = 1.0 + _BURSTS * queue
+    # The longest prompt that can be on time, in standard deviations of the lengths' logarithm from its median. First it
+    # waits for the step that runs.
+    scatter = np.log(spread)
+    slack_s = np.maximum(limits.ttft_s - flow.token_s / 2.0, _TINY)
+    room_s = np.log(slack_s / np.maximum(flow.prompt_s * slower, _TINY)) + scatter / 2.0
+    first = _logistic(1.7 * room_s / (np.sqrt(scatter) + _CHANCE)) * fair / np.maximum(use, _TINY)
+    # A row's mean time between tokens differs from the average by how many prompts happen to come beside it. Most
+    # tokens are of long answers, and one of a single token has no time between tokens.
+    tokens = np.maximum(t.output_square / np.maximum(t.output, _TINY), 2.0)
+    beside_s = flow.prompt_s * np.sqrt(t.rate * tokens * flow.token_s * spread * _BURSTS)
+    sure = 1.7 * tokens * (limits.tpot_s - flow.token_s) / np.maximum(beside_s, _TINY)
     ratio = np.log(np.maximum(limits.tpot_s, _TINY) / np.maximum(flow.token_s, _TINY))
-    later = _logistic(np.minimum(10.0 * ratio, sure))
+    several = np.clip(t.output - 1.0, 0.0, 1.0)
+    later = 1.0 - several * (1.0 - _logistic(np.minimum(10.0 * ratio, sure)))
     both = np.clip(first * later, 1e-9, 1.0 - 1e-9)
     odds = np.clip(np.log(both / (1.0 - both)), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
     return np.where(t.rate > 0.0, odds, _MOST_LOG_ODDS)

@@ -57,7 +57,10 @@ def seat(
     names = sorted(large, key=lambda name: name not in taken)
     usable = [name for name in names if name in taken or name not in others]
     seats = tuple(Seat(model, device) for model in sorted(homes) for device in homes[model])
-    decision = pack(demands, usable, Placement(seats, before.vain), rules)
+    before_seats = Placement(seats, before.vain)
+    decision = pack([_apart(demand) for demand in demands], usable, before_seats, rules)
+    if any(refusal.reason is Reason.NO_ROOM for refusal in decision.refusals):
+        decision = pack(demands, usable, before_seats, rules)
     found = decision.placement.homes
     stay = {model for model, home in found.items() if _across(home, homes.get(model, ()))}
     for move in decision.moves:
@@ -73,6 +76,12 @@ def seat(
         vain=decision.placement.vain,
         refused=tuple(r.model for r in decision.refusals if r.reason is Reason.NO_ROOM),
     )
+
+
+def _apart(demand: Demand) -> Demand:
+    """A replica of several shards waits for the slowest of its devices in every layer: a neighbour on one of them holds
+    up all. While there is room it has them to itself."""
+    return msgspec.structs.replace(demand, hbm=max(1.0, demand.hbm)) if demand.shards > 1 else demand
 
 
 def _homes(seats: Sequence[Replica], wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:

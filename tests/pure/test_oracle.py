@@ -223,8 +223,12 @@ def test_before_any_observation_more_traffic_needs_more_replicas_and_more_of_a_d
     chosen = [oracle.smallest(Ask("m", chat(rate), tuple(range(1, 65))), 0.95) for rate in (0.5, 20.0, 80.0)]
     assert all(choice.met for choice in chosen)
     assert chosen[0].replicas == 1 < chosen[1].replicas < chosen[2].replicas
-    light, heavy = (oracle.demand([Ask("m", chat(rate), (1,))])[0].median[0] for rate in (1.0, 10.0))
+    light, heavy = (oracle.demand([Ask("m", chat(rate), (1,))])[0].median[0] for rate in (0.1, 1.0))
     assert (heavy > light).all()
+    # Where prompts take half of its time, steps are fewer and larger, and weights are read less often.
+    full = oracle.demand([Ask("m", chat(10.0), (1,))])[0].median[0]
+    assert (full[:2] > heavy[:2]).all()
+    assert full[2] < heavy[2]
     assert light[0] == pytest.approx(0.3, abs=0.1), "the weights of 8B in bf16 are 16.4 of 57.6 GB"
 
 

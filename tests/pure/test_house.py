@@ -32,6 +32,9 @@ PURE = (
     "types.py", "errors.py", "units.py", "suggest.py", "admission.py", "tokens/detokenize.py", "api/*.py", "sched/*.py",
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
     "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
+    "coordinator/records.py", "coordinator/lease.py",
+    "wire/trouble.py", "wire/frames.py", "wire/pieces.py", "wire/items.py", "wire/handshake.py", "wire/doorman.py",
+    "wire/pulse.py", "wire/credits.py", "wire/post.py",
 )  # fmt: skip
 IMPURE_MODULES = frozenset(
     {"asyncio", "time", "random", "secrets", "torch", "logging", "socket", "subprocess", "threading", "os", "uvloop"}

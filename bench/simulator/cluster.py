@@ -77,7 +77,7 @@ class Node:
 
     def active(self) -> list[str]:
         """Models whose weights are there and stay."""
-        return [name for name, held in self.held.items() if held.stays]
+        return [name for name, held in self.held.items() if held.stage is Stage.ACTIVE and held.stays]
 
 
 class Cluster:
@@ -222,6 +222,7 @@ class Cluster:
             self._opened(replica.model, 1 if is_open else -1)
         if came and not up:
             calls = self._pulse.down(replica.head, replica.model)
+            self._pulse.changed.update(dict.fromkeys(replica.nodes))  # none is as busy as its head any more
             if calls:
                 self._lost(replica.head, calls)
 

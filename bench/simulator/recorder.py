@@ -95,4 +95,4 @@ def _pools(policy: Policy) -> Mapping[str, str]:
     """The pool of each model; empty where the policy knows no pools."""
     if not isinstance(policy, Brain):
         return {}
-    return {member.model: member.pool.value for member in policy.memory().fleet.pools.members}
+    return {model: pool.value for model, pool in policy.pools().items()}

@@ -63,7 +63,8 @@ class Teller:
                 replica = held.replica
                 if replica is not None and len(replica.nodes) > 1 and replica.up and replica.head is node:
                     is_busy = bool(node.running.get(name, 0))
-                    if is_busy != replica.told_busy:
+                    # What came and ended since the last time left them as they were, but their leader saw it begin.
+                    if not is_busy or not replica.told_busy:
                         replica.told_busy = is_busy
                         changed.update(dict.fromkeys(replica.nodes))
         reports = [(node, self.report(node, now)) for node in changed if node.alive]

@@ -39,7 +39,7 @@ class Timeline:
         self.pool_names: list[str] = []
         self.width_s = max(_LEAST_S, scenario.duration_s / _BINS)
         self.held_s = self.tail_s = self.all_s = 0.0
-        self.most = 0
+        self.most = self._held = 0
         self._since_s, self._end_s = since_s, scenario.duration_s
         self._at = {model: i for i, model in enumerate(self.models)}
         self._shards = [max(1, spec.known.shards) for spec in scenario.models]
@@ -56,11 +56,13 @@ class Timeline:
         self._masks: dict[str, np.ndarray] = {}
 
     def moment(self, now: float, held: int) -> None:
-        self._pass(now)
-        self._level[_HELD] = held
+        if held != self._held:  # told twice a second, and mostly the same
+            self._pass(now)
+            self._held = self._level[_HELD] = held
         self.most = max(self.most, held) if now >= self._since_s else 0
         if self.ask_pools is not None and now >= self._asked_s + _ASK_POOLS_S:
             self._asked_s = now
+            self._pass(now)
             self._ask(self.ask_pools())
 
     def stage(self, node: str, model: str, stage: Stage, now: float) -> None:

@@ -39,6 +39,7 @@ from janus_server.sched.fleet import Fleet
 from janus_server.sched.foresight import Forecast, Foresight
 from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.placement import Note
+from janus_server.sched.pools import Pool
 from janus_server.sched.room import Room
 from janus_server.sched.sound import Clock, sound
 from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
@@ -87,13 +88,15 @@ class Brain:
             due_s, node = heapq.heappop(self._due)
             if self._still_due(due_s, node):
                 touched.setdefault(node)
-        self._plan(touched, event, now, actions)
+        if touched:
+            self._plan(touched, event, now, actions)
         if self._fleet.due(now):
             led = dict.fromkeys(self._fleet.decide(now, actions))
             for model in self._fleet.homeless(now):
                 led.update(dict.fromkeys(self._make_room(model, now, actions)))
             self._plan(led, None, now, actions)
-        actions = [a for a in actions if not (isinstance(a, Refuse) and self._elsewhere(a, now))]
+        if actions:
+            actions = [a for a in actions if not (isinstance(a, Refuse) and self._elsewhere(a, now))]
         self._dispatch(event, now, actions)
         return actions
 
@@ -113,6 +116,10 @@ class Brain:
             orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory(),
             fleet=self._fleet.memory(), clock=Clock(self._clock.at_s, self._clock.lag_s),
         )  # fmt: skip
+
+    def pools(self) -> dict[str, Pool]:
+        """The pool of each model that the fleet decides about."""
+        return {member.model: member.pool for member in self._fleet.pools.members}
 
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""

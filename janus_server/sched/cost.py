@@ -107,8 +107,9 @@ class StepCost:
         token_s = self._theta[2]
         return self._theta[0] / token_s if token_s > 0 else math.inf
 
-    def observe(self, shape: Shape, took_s: float) -> None:
-        """Learn from a step. What cannot be the time of one (zero, negative, not finite) teaches nothing."""
+    def observe(self, shape: Shape, took_s: float, times: int = 1) -> None:
+        """Learn from a step, or from `times` of them that were alike. What cannot be the time of one (zero, negative,
+        not finite) teaches nothing."""
         if not _SHORTEST_S < took_s < _LONGEST_S:
             return
         expected_s = max(self.seconds(shape), _SHORTEST_S)
@@ -117,15 +118,15 @@ class StepCost:
             expected_s = took_s
         elif self.observed >= _SURE_AFTER:
             took_s = min(max(took_s, expected_s / _OUTLIER), expected_s * _OUTLIER)
-        self.observed += 1
-        self._learn(shape, expected_s, took_s)
+        self.observed += times
+        self._learn(shape, expected_s, took_s, times)
 
     def _scale(self, factor: float) -> None:
         self._theta = [factor * value for value in self._theta]
         for i, value in enumerate(self._theta):
             self._precision[i][i] = _GUESS_WEIGHT / (value * value)
 
-    def _learn(self, shape: Shape, expected_s: float, took_s: float) -> None:
+    def _learn(self, shape: Shape, expected_s: float, took_s: float, times: int) -> None:
         """One step of least squares on relative errors. What would fall below zero is put there, the rest fitted anew.
 
         Only what is in the step is forgotten a little: after a thousand steps without a prompt, the first one does not
@@ -134,7 +135,11 @@ class StepCost:
         x = (1.0, float(shape.decodes), float(shape.prompt_tokens), shape.context_tokens)
         weight = 1 / (took_s * expected_s)
         off = took_s > expected_s * _OFF or took_s * _OFF < expected_s
-        kept = [(_FORGET_OFF if off else _FORGET) ** 0.5 if value else 1.0 for value in x]
+        forget = _FORGET_OFF if off else _FORGET
+        if times > 1:  # the first of them counts less when the last is in
+            weight *= (1.0 - forget**times) / (1.0 - forget)
+            forget **= times
+        kept = [forget**0.5 if value else 1.0 for value in x]
         precision = self._precision
         for i, row in enumerate(precision):
             for j in range(4):

@@ -24,6 +24,8 @@ _Kind = tuple[int, str]
 # A plan for 1,000 waiting requests takes a few milliseconds; so many events within this time are one plan.
 SPACING_S: Final = 0.005
 _OLDEST_EVERY: Final = 8
+# So many of those who wait are planned, the most urgent: who is due after them is not begun before the next plan.
+_PLANNED_MOST: Final = 256
 
 
 class Given(NamedTuple):
@@ -84,11 +86,14 @@ class Dispatcher:
         return len(self._waiting)
 
     def waiting_s(self) -> dict[str, float]:
-        """How much prefill work waits to be begun, by model."""
+        """How much prefill work waits to be begun, by model, behind the longest that does: more devices would hasten
+        that one by nothing."""
         work_s: dict[str, float] = {}
+        longest_s: dict[str, float] = {}
         for ticket in self._waiting.values():
             work_s[ticket.model] = work_s.get(ticket.model, 0.0) + ticket.work_s
-        return work_s
+            longest_s[ticket.model] = max(longest_s.get(ticket.model, 0.0), ticket.work_s)
+        return {model: work - longest_s[model] for model, work in work_s.items()}
 
     def backlog_s(self, machine: str, now: float) -> float:
         """How much prefill work lies before a device."""
@@ -148,7 +153,7 @@ class Dispatcher:
         machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
         given: list[Given] = []
         jobs: dict[_Kind, list[Job]] = {}
-        while more := self._next(now, holders, machines, jobs):
+        while self._kinds and (more := self._next(now, holders, machines, jobs)):
             given += more
         self._cadence.planned(now)
         ends = [machine.start_s for machine in machines.values() if machine.start_s > now]
@@ -184,7 +189,7 @@ class Dispatcher:
             if len(jobs[kind]) == 1:  # the commonest case by far, and any plan's
                 first = min(able_machines, key=lambda machine: machine.start_s)
                 return [self._give(self._waiting[jobs[kind][0].id], first.id, now, machines)]
-            plan = dispatch_live(jobs[kind], able_machines)
+            plan = dispatch_live(jobs[kind][:_PLANNED_MOST], able_machines)
             if picks := plan.ready(now, self._ahead_s):
                 return [self._give(self._waiting[pick.job.id], pick.machine, now, machines) for pick in picks]
         return []

@@ -15,7 +15,7 @@ from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
 from janus_server.sched.foresight import Foresight, at_rate
 from janus_server.sched.meter import Meter
-from janus_server.sched.mind import Load
+from janus_server.sched.mind import Load, Question, Shares
 from janus_server.sched.notebook import Notebook
 from janus_server.sched.oracle_records import Features
 from janus_server.sched.placement import Change, Cluster, Device, Note, Replica, Standing
@@ -75,6 +75,11 @@ class Fleet:
             noted=self._notebook.memory(), since_s=self._since_s, fast_s=self._fast_s, slow_s=self._slow_s,
             moving=self._moving,
         )  # fmt: skip
+
+    @property
+    def pools(self) -> Pools:
+        """Which models share devices, and which have some of their own."""
+        return self._pools
 
     @property
     def leads(self) -> bool:
@@ -174,17 +179,17 @@ class Fleet:
             self._since_s = now
         notes: list[Note] = []
         self._waiting = self._waiting_s()
-        pressed = self._pressed()
+        pressed = self._pressed(now)
         if now >= self._slow_s or (pressed and now >= self._slow_s - self._settings.slow_s + self._settings.press_s):
             self._slow(self._cluster(now), pressed, now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
         if any(not self._kept(one.model, now) for one in self._seating.seats if self._held(one)):
             self._moving = True
-        if self._moving:
-            self._cluster(now)
-        changed = self._scale(now, actions, notes)
+        cluster = self._cluster(now) if self._moving else None
+        if self._scale(now, actions, notes) and cluster is None:
+            cluster = self._cluster(now)
         self._fast_s = now + self._settings.fast_s
-        touched = self._move(self._cluster(now), now, notes) if changed or self._moving else []
+        touched = [] if cluster is None else self._move(cluster, now, notes)
         self.note(notes, now, actions)
         return touched
 
@@ -196,8 +201,8 @@ class Fleet:
         for change in changes:
             touched += self._tell(change, cluster, now, notes)
         for model, node in self.footing.rests():
-            self._rooms[node].lower(model, f"{model}@{node} is of no use: it is no whole replica")
-            touched.append(node)
+            if self._rooms[node].lower(model, f"{model}@{node} is of no use: it is no whole replica"):
+                touched.append(node)
         # Whatever is on its way or going needs another look, though nothing may happen in between.
         self._moving = bool(changes) or any(r.standing is not Standing.ACTIVE for r in cluster.replicas)
         return touched
@@ -230,10 +235,16 @@ class Fleet:
         called_s = self._called.get(name, self._since_s if self._since_s is not None else now)
         return min(self._meter.idle_for_s(name, now), now - called_s) >= idle_s
 
-    def _pressed(self) -> list[str]:
-        """Models that share devices and of which more prompts wait than one replica may let wait."""
-        most_s, waiting = self._settings.scaling.queue_most_s, self._waiting
-        return [name for name in self._pools.of(Pool.STEADY) if waiting.get(name, 0.0) > most_s]
+    def _pressed(self, now: float) -> list[str]:
+        """Models that share devices and that one replica there is too little for: more prompts wait than it may let
+        wait, or more requests were late than may be."""
+        rules, found = self._settings.scaling, []
+        for name in self._pools.of(Pool.STEADY):
+            load = self._meter.load(name, self._waiting.get(name, 0.0), now)
+            most = (1.0 - self._roster.models[name].target) * load.ended if name in self._roster.models else load.ended
+            if load.backlog_s > rules.queue_most_s or (load.ended >= rules.late_least and load.late > most):
+                found.append(name)
+        return found
 
     def _slow(
         self, cluster: Cluster, pressed: Collection[str], now: float, actions: list[Action], notes: list[Note]
@@ -262,16 +273,21 @@ class Fleet:
         """How many replicas the elastic models are to have; whether that changed."""
         elastic = [name for name in self._pools.of(Pool.ELASTIC) if self.decides(name) and name not in self._asleep]
         loads = [self._meter.load(name, self._waiting.get(name, 0.0), now) for name in elastic]
-        traffic = {load.model: self._at(load, now) for load in loads if load.tokens_s > 0.0}
         models = self._roster.models
         short = sum(models[name].shards for name in self._seating.refused if name in models)
         devices = self._elastic[: max(0, len(self._elastic) - short)] if short else self._elastic
         targets, said = self._scaler.decide(
-            loads, models, devices, lambda questions: self._foresight.expect(questions, traffic), now
+            loads, models, devices, lambda questions: self._expect(questions, loads, now), now
         )
         actions += [Decided(target.model, target.why) for target in targets]
         notes += said
         return bool(targets)
+
+    def _expect(self, questions: Sequence[Question], loads: Sequence[Load], now: float) -> Sequence[Shares | None]:
+        """Asked of the few models whose traffic changed: most ticks ask nothing."""
+        asked = {question.model for question in questions}
+        traffic = {load.model: self._at(load, now) for load in loads if load.model in asked and load.tokens_s > 0.0}
+        return self._foresight.expect(questions, traffic)
 
     def _at(self, load: Load, now: float) -> Features:
         """The lengths of the last seconds, at the rate that the load tells."""
@@ -352,9 +368,7 @@ class Fleet:
         if any(belief.pinned for belief in beliefs):
             return []
         there = nodes[:1] if beliefs[0].busy else nodes
-        for node in there:
-            self._rooms[node].lower(model, why)
-        return list(there)
+        return [node for node in there if self._rooms[node].lower(model, why)]
 
     def _sources(self, change: Change, cluster: Cluster) -> Sequence[str | None]:
         """Of which node each shard is copied; None where it comes from the host or a checkpoint."""

@@ -143,9 +143,7 @@ class Foresight:
             if features is not None:
                 scaled = at_rate(features, question.factor * features.token_rate)
                 asks.append((i, Ask(question.model, scaled, question.counts)))
-        alone = self._oracle.demand([Ask(ask.model, ask.features, (1,)) for _, ask in asks])
-        said = self._oracle.attainment([ask for _, ask in asks])
-        for (i, ask), demand, one in zip(asks, alone, said, strict=True):
+        for (i, ask), (demand, one) in zip(asks, self._oracle.both([ask for _, ask in asks]), strict=True):
             shares = one.least if self._oracle.fitted(ask.model) else one.expected
             answers[i] = _useful(ask.counts, shares, float(demand.median[0, 1:].max()))
         return answers

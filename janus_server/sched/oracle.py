@@ -157,7 +157,8 @@ class Oracle:
         models = [self._known(ask) for ask in asks]
         changed = [i for i, ask in enumerate(asks) if models[i].last_demand is None or models[i].demand_ask != ask]
         if changed:
-            for i, answer in zip(changed, self._demand([asks[i] for i in changed]), strict=True):
+            news = [asks[i] for i in changed]
+            for i, answer in zip(changed, self._demand(news, self._expected(news)), strict=True):
                 models[i].demand_ask, models[i].last_demand = asks[i], answer
         return [model.last_demand for model in models if model.last_demand is not None]
 
@@ -166,9 +167,23 @@ class Oracle:
         models = [self._known(ask) for ask in asks]
         changed = [i for i, ask in enumerate(asks) if models[i].last_attainment is None or models[i].asked != ask]
         if changed:
-            for i, answer in zip(changed, self._attainment([asks[i] for i in changed]), strict=True):
+            news = [asks[i] for i in changed]
+            for i, answer in zip(changed, self._attainment(news, self._expected(news)), strict=True):
                 models[i].asked, models[i].last_attainment = asks[i], answer
         return [model.last_attainment for model in models if model.last_attainment is not None]
+
+    def both(self, asks: Sequence[Ask]) -> list[tuple[Demand, Attainment]]:
+        """For each the demand with the first of its counts, and the attainment with all: one look at the traffic."""
+        models, firsts = [self._known(ask) for ask in asks], [_first(ask) for ask in asks]
+        changed = [i for i, model in enumerate(models) if model.asked != asks[i] or model.demand_ask != firsts[i]]
+        if changed:
+            news = [asks[i] for i in changed]
+            expected = self._expected(news)
+            demands = self._demand([firsts[i] for i in changed], expected)
+            for i, demand, attainment in zip(changed, demands, self._attainment(news, expected), strict=True):
+                models[i].demand_ask, models[i].last_demand = firsts[i], demand
+                models[i].asked, models[i].last_attainment = asks[i], attainment
+        return list(zip(self.demand(firsts), self.attainment(asks), strict=True))
 
     def smallest(self, ask: Ask, target: float) -> Choice:
         """The fewest of the ask's counts with which a pessimist expects the target to be met.
@@ -188,9 +203,8 @@ class Oracle:
         require(bool(ask.counts) and ask.counts[0] >= 1, f"the oracle was asked about {ask.counts} replicas")
         return self._models[ask.model]
 
-    def _demand(self, asks: Sequence[Ask]) -> list[Demand]:
+    def _demand(self, asks: Sequence[Ask], expected: _Expected) -> list[Demand]:
         models = [self._models[ask.model] for ask in asks]
-        expected = self._expected(asks, models)
         arrived = np.maximum(expected.rate * self.settings.window_s, 1.0)
         answers = []
         for i, (ask, model) in enumerate(zip(asks, models, strict=True)):
@@ -207,9 +221,8 @@ class Oracle:
             answers.append(Demand(median, sigma, median * np.exp(self.settings.sigmas * sigma)))
         return answers
 
-    def _attainment(self, asks: Sequence[Ask]) -> list[Attainment]:
+    def _attainment(self, asks: Sequence[Ask], expected: _Expected) -> list[Attainment]:
         models = [self._models[ask.model] for ask in asks]
-        expected = self._expected(asks, models)
         mean, sigma = expected.log_odds.copy(), np.empty_like(expected.log_odds)
         for i, (ask, model) in enumerate(zip(asks, models, strict=True)):
             error = _error(model, expected.inputs[i])
@@ -221,14 +234,15 @@ class Oracle:
         shares, widths = _share(mean), [len(ask.counts) for ask in asks]
         return [Attainment(shares[i, :k], least[i, :k], sigma[i, :k]) for i, k in enumerate(widths)]
 
-    def _expected(self, asks: Sequence[Ask], models: Sequence[_Model]) -> _Expected:
+    def _expected(self, asks: Sequence[Ask]) -> _Expected:
         width = max(len(ask.counts) for ask in asks)
         counts = np.array([ask.counts + ask.counts[-1:] * (width - len(ask.counts)) for ask in asks], dtype=np.float64)
         features = [ask.features for ask in asks]
-        physics, limits = physics_and_limits([model.subject for model in models])
-        traffic = traffic_of(table_of(features), counts)
+        physics, limits = physics_and_limits([self._models[ask.model].subject for ask in asks])
+        table = table_of(features)
+        traffic = traffic_of(table, counts)
         prior = expect(physics, limits, traffic)
-        return _Expected(_inputs(features, counts), traffic.rate, prior.shares, prior.log_odds)
+        return _Expected(_inputs(table, counts), traffic.rate, prior.shares, prior.log_odds)
 
 
 class _Expected(NamedTuple):
@@ -333,12 +347,15 @@ def _number(share: float | None) -> float:
     return np.nan if share is None or share < 0.0 else share
 
 
-def _inputs(features: Sequence[Features], counts: Array) -> Array:
-    """[m, k, 7]: logarithms of a replica's rates, of the lengths' means and deviations, and of the count.
+def _first(ask: Ask) -> Ask:
+    return Ask(ask.model, ask.features, ask.counts[:1])
+
+
+def _inputs(table: Array, counts: Array) -> Array:
+    """[m, k, 7] of features [m, 6]: logarithms of a replica's rates, the lengths' means and deviations, and the count.
 
     Per replica, so that two replicas at twice the rate are near one at the rate; the offsets keep nothing finite.
     """
-    table = table_of(list(features))
     replica = counts.astype(np.float64)
     rows = np.empty((*counts.shape, ATTAINMENT_INPUTS))
     rows[..., 0] = np.log(table[:, 0:1] / replica + 1.0)
@@ -352,7 +369,7 @@ def _inputs(features: Sequence[Features], counts: Array) -> Array:
 
 def _row(observation: Observation) -> Array:
     """[7]: what the window compares observations by."""
-    row: Array = _inputs([observation.features], np.array([[observation.replicas]]))[0, 0]
+    row: Array = _inputs(table_of([observation.features]), np.array([[observation.replicas]]))[0, 0]
     return row
 
 

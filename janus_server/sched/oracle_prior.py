@@ -103,17 +103,18 @@ def _flow(physics: Physics, limits: Limits, t: Traffic) -> _Flow:
     token_s = np.maximum(limits.pace_s, physics.fixed_s)
     rows = np.zeros_like(t.rate)
     chunks = np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS)
+    chunk, pairs, half = t.input / chunks, t.input_square / chunks / 2.0, t.input / 2.0
+    comes, drawn, most = np.maximum(t.rate, 1e-6), t.rate * t.output, room / np.maximum(context, 1.0)
     for _ in range(_ROUNDS):
         held = rows * context
         step_s = step(physics, Work(rows, held, held)).seconds
-        mixed = Work(rows + t.input / chunks, held + t.input_square / chunks / 2.0, held + t.input / 2.0)
-        longer_s = chunks * np.maximum(step(physics, mixed).seconds - step_s, 0.0)
+        mixed_s = step(physics, Work(rows + chunk, held + pairs, held + half)).seconds
+        longer_s = chunks * np.maximum(mixed_s - step_s, 0.0)
         # A device that shares itself steps when a decode is due, or at once when a prompt has come meanwhile.
         spare_s = np.maximum(limits.pace_s - step_s, 0.0)
-        comes = np.maximum(t.rate, 1e-6)
         token_s = step_s + np.exp(-comes * step_s) * -np.expm1(-comes * spare_s) / comes
         token_s = token_s / np.maximum(1.0 - t.rate * longer_s, 0.02)
-        rows = np.minimum(t.rate * t.output * token_s, room / np.maximum(context, 1.0))
+        rows = np.minimum(drawn * token_s, most)
     busy = -np.expm1(-rows)
     alone = t.rate * np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS) / (1.0 + t.rate * prompt_s)
     return _Flow(rows, token_s, busy / token_s + (1.0 - busy) * alone, prompt_s)

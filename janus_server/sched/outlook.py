@@ -18,7 +18,7 @@ from janus_server.sched.cost import Shape, StepCost
 from janus_server.sched.sequence import OWED_TOKENS, Lane, Sequence
 
 # Of those that wait, so many are looked at: who stands behind them is not admitted in this step.
-_AHEAD: Final = 4
+AHEAD: Final = 4
 # A prompt is given up once it would be late even if it took that part of what is predicted.
 SURE: Final = 0.8
 LEAST_TOKENS: Final = 8
@@ -93,7 +93,7 @@ def look(batcher: Batcher) -> Outlook:
             prompts.append(seq)
     start = sum(seq.computed for seq in prompts) / len(prompts) if prompts else 0.0
     if batcher.admits:
-        prompts += batcher.waiting[:_AHEAD]
+        prompts += batcher.waiting[:AHEAD]
     return Outlook(
         batcher,
         batcher.changes,
@@ -156,17 +156,22 @@ def tokens_within(outlook: Outlook, cost: StepCost, budget_s: float) -> int | No
     return max(least_tokens(outlook, cost), int(most))
 
 
-def _prompts(sequences: list[Sequence], one_at_a_time: bool) -> tuple[Prompt, ...]:
-    """Where prompts share steps equally, one is done when each of the others has computed as much, or all it has."""
-    if not sequences:
-        return ()
-    gaps = [seq.gap for seq in sequences]
+def works_of(gaps: list[int], one_at_a_time: bool) -> list[int]:
+    """What is computed until each of these prompts is. Where they share steps equally, one is done when each of the
+    others has computed as much, or all it has."""
     works = list(itertools.accumulate(gaps))
     if not one_at_a_time:
         done = 0
         for place, i in enumerate(sorted(range(len(gaps)), key=gaps.__getitem__)):
             works[i] = done + gaps[i] * (len(gaps) - place)
             done += gaps[i]
+    return works
+
+
+def _prompts(sequences: list[Sequence], one_at_a_time: bool) -> tuple[Prompt, ...]:
+    if not sequences:
+        return ()
+    works = works_of([seq.gap for seq in sequences], one_at_a_time)
     return tuple(
         Prompt(
             seq.lane.priority, seq.due_s, OWED_TOKENS * seq.lane.pace_s if seq.generated else 0.0, seq.computed, work

@@ -95,15 +95,16 @@ class Room:
         belief.goal, belief.because, belief.source = Stage.ACTIVE, why, source
         self.want(model, now)
 
-    def lower(self, model: str, why: str) -> None:
-        """The model is not to be up here any more; its requests end first. What is on its way arrives before."""
+    def lower(self, model: str, why: str) -> bool:
+        """It is not to be up here any more; what runs or is on its way ends before. False where that is known."""
         belief = self.models[model]
         if belief.order is not None or belief.falling:
-            return
+            return False
         belief.because, belief.source = why, None
         belief.goal = Stage.WARM if belief.stage is Stage.ACTIVE else None
         if belief.goal is None:
             belief.wanted_s = None
+        return True
 
     def keep(self, model: str) -> None:
         """It is to stay up after all."""
@@ -123,8 +124,7 @@ class Room:
 
     def hear(self, report: Report, now: float) -> bool:
         """How busy the node's models are. Those it tells of are Active: the node knows better than its leader, and True
-        comes back where it had to say so.
-        """
+        comes back where it had to say so."""
         news = False
         for name, busy in report.models.items():
             belief = self.models.get(name)
@@ -143,8 +143,7 @@ class Room:
         """Which models had how many requests in a period, wherever they ran."""
         for name, seen in models.items():
             if name in self.models:
-                requests = seen.features.request_rate * self._settings.oracle.window_s
-                self._keep.seen(self.models[name], requests, now)
+                self._keep.seen(self.models[name], seen.features.request_rate * self._settings.oracle.window_s, now)
 
     def close(self, event: Done | Failed, now: float, actions: list[Action]) -> None:
         """An order of this node, which is open, came to its end."""
@@ -218,8 +217,10 @@ class Room:
     def plan(self, now: float, actions: list[Action]) -> None:
         """Append the orders of the moment; `next_wake_s` is then when to plan again though nothing happened."""
         self.next_wake_s = None
-        for belief in [b for b in self.models.values() if b.stage is not Stage.COLD or b.goal is not None]:
-            self._lower(belief, now, actions)
+        for belief in self.models.values():
+            down = belief.stage is Stage.COLD or (belief.stage is Stage.WARM and belief.retry_s <= now)
+            if belief.goal is not None or not down:
+                self._lower(belief, now, actions)
         waiting = [b for b in self.models.values() if b.wanted_s is not None and b.order is None]
         waiting.sort(key=lambda b: (b.wanted_s or 0.0, b.known.model))
         needed = None
@@ -386,8 +387,7 @@ class Room:
 
     def _order(self, belief: Belief, verb: Verb, why: str, actions: list[Action]) -> None:
         """An order that ends with Done or Failed; until then its model is left alone."""
-        order = self._order_now(belief, verb, why, actions)
-        belief.order = order
+        belief.order = self._order_now(belief, verb, why, actions)
 
     def _order_now(self, belief: Belief, verb: Verb, why: str, actions: list[Action]) -> Order:
         """An order that takes effect at once and has no end of its own (DRAIN, SERVE)."""

@@ -23,8 +23,8 @@ from janus_server.types import Batch
 PATIENCE: Final = 12
 _LATE_EVERY: Final = 4
 # While a model is alone nobody asks what its steps take: only so many, and then one in so many, are learnt from.
-_LEARN_FIRST: Final = 64
-_LEARN_EVERY: Final = 16
+LEARN_FIRST: Final = 64
+LEARN_EVERY: Final = 16
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -72,6 +72,10 @@ class Turn:
         """A model takes its turns from now on. What was learnt of its steps before it left is still known."""
         self._costs.setdefault(model, StepCost(weight_bytes))
 
+    def cost(self, model: str) -> StepCost:
+        """What is known of its steps."""
+        return self._costs[model]
+
     def leave(self, model: str) -> None:
         self._outlooks.pop(model, None)
 
@@ -81,12 +85,20 @@ class Turn:
         at_work are those that have joined and are not idle. Alone, a model costs nothing here, unless its own streams
         were promised a pace that its prompts could break.
         """
-        self._at_work = tuple(model for model, _ in at_work)
         if len(at_work) == 1:
             ((model, batcher),) = at_work
+            self._at_work = (model,)
             yield Choice(model, self._alone(model, batcher, now) if batcher.paced else None)
             return
-        candidates = [self._candidate(model, batcher, now) for model, batcher in at_work]
+        yield from self.among([(model, self._outlook(model, batcher)) for model, batcher in at_work], now)
+
+    def among(self, at_work: Sequence[tuple[str, Outlook]], now: float) -> Iterator[Choice]:
+        """As `choices`, of several models that have been looked at."""
+        self._at_work = tuple(model for model, _ in at_work)
+        candidates = [
+            _Candidate(model, outlook, stand(outlook, self._costs[model], now), self._passed.get(model, 0))
+            for model, outlook in at_work
+        ]
         for one in _ranked(candidates):
             others = [other.stand for other in candidates if other is not one]
             bears_s = min((other.bears_s for other in others), default=math.inf)
@@ -98,14 +110,14 @@ class Turn:
         self._steps += 1
         contested = len(self._at_work) > 1
         cost = self._costs[model]
-        if contested or cost.observed < _LEARN_FIRST or self._steps % _LEARN_EVERY == 0:
+        if contested or cost.observed < LEARN_FIRST or self._steps % LEARN_EVERY == 0:
             cost.observe(shape_of(batch), step_s)
+        self.stepped(model)
+
+    def stepped(self, model: str) -> None:
+        """As `took`, where nothing is to be learnt from the step."""
         passed = self._passed if len(self._at_work) > 1 else {}
         self._passed = {other: passed.get(other, 0) + 1 for other in self._at_work if other != model}
-
-    def _candidate(self, model: str, batcher: Batcher, now: float) -> _Candidate:
-        outlook = self._outlook(model, batcher)
-        return _Candidate(model, outlook, stand(outlook, self._costs[model], now), self._passed.get(model, 0))
 
     def _outlook(self, model: str, batcher: Batcher) -> Outlook:
         """Only the model that ran last, and who got or lost requests since, is looked at again."""

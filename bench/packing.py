@@ -28,6 +28,7 @@ from janus_server.sched.packing import pack
 from . import packing_exact
 from .packing_day import STEPS, VOLUME, Shape, read_day
 from .packing_plots import draw
+from .serve_options import Described
 
 DEVICES: Final = 768
 SCALES: Final = ((62, 100), (62, 768), (200, 768), (500, 768), (1000, 1000), (2000, 2000), (2000, 10000), (5000, 10000))
@@ -87,22 +88,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="janus bench packing", description="against the optimum, and at scale")
+    parser = argparse.ArgumentParser(prog="janus bench packing", description=__doc__, formatter_class=Described)
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
     parser.add_argument("--traces", type=Path, default=default, help="the folder workload62; --scale needs none")
-    parser.add_argument("--shape", nargs="+", choices=[s.value for s in Shape], default=[s.value for s in Shape])
+    parser.add_argument("--shape", nargs="+", choices=[s.value for s in Shape], default=[s.value for s in Shape],
+                        help="of the day")  # fmt: skip
     parser.add_argument("--volume", type=float, default=VOLUME, help="times the requests of the trace")
     parser.add_argument("--ticks", type=int, default=STEPS, help="decisions of the day, from its start")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="time CP-SAT from nothing on every Nth tick")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds for one exact solve")
     parser.add_argument("--no-exact", action="store_true", help="compare with the bound alone")
     parser.add_argument("--steps", type=int, default=Rules().steps, help="how far the search goes")
-    parser.add_argument("--alpha", type=float, default=Rules().damage_most)
+    parser.add_argument("--alpha", type=float, default=Rules().damage_most, help="of damage, before a bin is repaired")
     parser.add_argument("--models-most", type=int, default=0, help="models a device may hold; 0: any number")
     parser.add_argument("--scale", action="store_true", help="random demand on more and more devices instead of a day")
     parser.add_argument("--seed", type=int, default=0, help="of the random demand")
-    parser.add_argument("--plot", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write pictures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args(arguments)
 
 

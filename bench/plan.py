@@ -20,20 +20,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from janus_server.errors import BadConfig
 from janus_server.units import format_seconds
 
 from .serve_options import Parser
-from .simulate import device_of
 from .simulator import devices, policies, scenario, spec
+from .simulator.attempts import How, attempt, with_nodes
 from .simulator.batching import Rules
 from .simulator.columns import amount, share
 from .simulator.plan import Judge, Plan, Trial, search, sentences, trial_of, worst
-from .simulator.recorder import Record
 from .simulator.records import Scenario
-from .simulator.run import Bar, run
 from .simulator.summary import summarise
 
 
@@ -67,7 +63,7 @@ def _attempt(asked: Sequence[Scenario], options: argparse.Namespace, nodes: int)
     trials = []
     for whole in asked:
         try:
-            trials.append(_one(_with(whole, nodes), options))
+            trials.append(_one(with_nodes(whole, nodes), options))
         except BadConfig as error:
             return _said(Trial(nodes, 0.0, {}, why=str(error)), began_s)
         if trials[-1].attainment < options.target:
@@ -75,21 +71,9 @@ def _attempt(asked: Sequence[Scenario], options: argparse.Namespace, nodes: int)
     return _said(worst(trials), began_s)
 
 
-def _with(whole: Scenario, nodes: int) -> Scenario:
-    """The first of its nodes, and what their hosts keep."""
-    kept = whole.nodes[:nodes]
-    copies = {node.name: whole.copies[node.name] for node in kept if node.name in whole.copies}
-    return msgspec.structs.replace(whole, nodes=kept, copies=copies)
-
-
 def _one(some: Scenario, options: argparse.Namespace) -> Trial:
-    record, bar = Record(some, options.since), Bar(f"{len(some.nodes)} devices", some.duration_s)
-    rules = Rules(one_prompt_at_a_time=options.one_prompt)
-    try:
-        make = functools.partial(policies.make, options.policy, some)
-        run(some, make, device_of(some, options.fidelity, rules), record, rules, watch=None if options.quiet else bar)
-    finally:
-        bar.close()
+    how = How(options.fidelity, Rules(one_prompt_at_a_time=options.one_prompt), options.since, quiet=options.quiet)
+    record = attempt(some, options.policy, how, f"{len(some.nodes)} devices")
     return trial_of(len(some.nodes), summarise(record), Judge(options.judge))
 
 
@@ -130,7 +114,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=1024, metavar="N", help="devices to end with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many, from --seed on: the worst counts")
-    parser.add_argument("--since", type=float, default=0.0, metavar="S", help="count requests from this second on")
+    parser.add_argument("--since", type=float, metavar="S",
+                        help="count requests from this second on; default: as the scenario says, else 0")  # fmt: skip
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--one-prompt", action="store_true", help="no two prompts in one step of a device")
     parser.add_argument("--json", type=Path, metavar="FILE")

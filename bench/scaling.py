@@ -33,6 +33,7 @@ from janus_server.sched.scaling import Scaler
 
 from .scaling_plots import draw
 from .scaling_world import TICK_S, Prophet, Recorded, World, loads, model_of
+from .serve_options import Described
 
 _WARM_S: Final = 30.0
 
@@ -88,23 +89,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="janus bench scaling", description="replicas over time, and what it costs")
+    parser = argparse.ArgumentParser(prog="janus bench scaling", description=__doc__, formatter_class=Described)
     default = Path(__file__).resolve().parents[2] / "shared" / "traces" / "workload62"
     parser.add_argument("--traces", type=Path, default=default, help="the folder workload62; --cost needs none")
     parser.add_argument(
         "--start", type=float, default=8445.0, help="second of the day; a burst of app 0 starts at 8505"
     )
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of simulated time")
     parser.add_argument("--devices", type=int, default=1152, help="of the elastic pool")
     parser.add_argument("--target", type=float, default=0.9, help="share of requests that are to attain")
-    parser.add_argument("--decide", choices=("oracle", "table"), default="oracle")
+    parser.add_argument("--decide", choices=("oracle", "table"), default="oracle", help="by what")
     parser.add_argument("--sentences", type=int, default=30, metavar="N", help="print the first N decisions")
     parser.add_argument("--cost", action="store_true", help="random clusters instead of the trace")
-    parser.add_argument("--sizes", type=_size, nargs="+", metavar="MODELSxDEVICES", default=[
+    parser.add_argument("--sizes", type=_size, nargs="+", metavar="MODELSxDEVICES", help="of --cost", default=[
         (62, 100), (62, 768), (200, 768), (500, 2000), (1000, 5000), (2000, 10000)])  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--seed", type=int, default=0, help="of random clusters")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write pictures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args(arguments)
 
 

@@ -28,6 +28,10 @@ Put load on any OpenAI-compatible server and tell what its clients would feel.
 """
 
 
+class Described(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """A description as it was written, and every default behind its help."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without guessing, and with one line for a mistake."""
 

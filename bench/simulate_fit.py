@@ -1,8 +1,11 @@
 """Does the roofline that the simulator's devices run by predict steps that were measured? On this machine's own server.
 
 It starts a real `janus serve`, measures decode steps at several batch sizes, fits two numbers (the FLOPs and the
-bandwidth that this processor reaches with these weights) on half of the sizes, and predicts the others. Beside the
-roofline, in which arithmetic and reading overlap, it shows the same two terms added up. Nothing is asserted.
+bandwidth that this processor reaches with these weights) on three of the sizes, and predicts the others. Beside the
+roofline, in which arithmetic and reading overlap as they do on an accelerator, it shows the same two terms added up:
+a processor's core first unpacks a block of quantised weights and then multiplies with it. Steps of more rows than the
+engine's block kernels take run by others, which unpack weights once for all rows: they are shown, and not judged by.
+Nothing is asserted.
 
     janus bench simulate_fit                        the default model, one thread
     janus bench simulate_fit MODEL --json out.json  a folder or a .gguf file; the same figures for a program
@@ -24,10 +27,11 @@ import numpy.typing as npt
 
 from .engine import Server, _burst, _card
 
-SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-_FITTED: Final = (1, 3, 6, 12, 24)
+SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_FITTED: Final = (1, 4, 16)
+_ONE_KERNEL: Final = 16  # rows
 _PROMPT_TOKENS: Final = 8
-_OUTPUTS: Final = (8, 40)
+_OUTPUTS: Final = (8, 24)
 _GRID: Final = 400
 _TARGET: Final = 0.15
 
@@ -105,16 +109,19 @@ def _print(
     options: argparse.Namespace, card: dict[str, float], steps_s: Sequence[float], found: list[Prediction]
 ) -> None:
     print(f"{options.model}, {options.threads} threads, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; the "
-          f"least of {options.repeats} passes; * was fitted on")  # fmt: skip
+          f"least of {options.repeats} passes; * was fitted on, - is another kernel")  # fmt: skip
     print("  batch   measured" + "".join(f"{one.form:>20}" for one in found))
     for i, size in enumerate(SIZES):
         cells = "".join(f"{one.steps_s[i] * 1e3:11.1f} {one.steps_s[i] / steps_s[i] - 1:+8.1%}" for one in found)
-        print(f"  {size:4}{'*' if size in _FITTED else ' '} {steps_s[i] * 1e3:7.1f} ms{cells}")
+        mark = "*" if size in _FITTED else " " if size <= _ONE_KERNEL else "-"
+        print(f"  {size:4}{mark} {steps_s[i] * 1e3:7.1f} ms{cells}")
     for one in found:
-        worst = max(abs(one.steps_s[i] / steps_s[i] - 1) for i, size in enumerate(SIZES) if size not in _FITTED)
+        judged = [i for i, size in enumerate(SIZES) if size not in _FITTED and size <= _ONE_KERNEL]
+        worst = max(abs(one.steps_s[i] / steps_s[i] - 1) for i in judged)
         flops, read = 2.0 * card["parameters"] / one.row_s, card["weight_bytes"] / one.read_s
-        print(f"  {one.form}: {flops / 1e9:.1f} GFLOPS and {read / 1e9:.1f} GB/s reached; worst of those not fitted on "
-              f"{worst:.0%} ({'within' if worst <= _TARGET else 'beyond'} {_TARGET:.0%})")  # fmt: skip
+        verdict = "within" if worst <= _TARGET else "beyond"
+        print(f"  {one.form}: {flops / 1e9:.1f} GFLOPS and {read / 1e9:.1f} GB/s reached; worst not fitted on, "
+              f"up to {_ONE_KERNEL} rows, {worst:.0%} ({verdict} {_TARGET:.0%})")  # fmt: skip
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -123,7 +130,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="a folder, a .gguf file or an alias")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
-    parser.add_argument("--repeats", type=int, default=3, help="passes; the least is taken")
+    parser.add_argument("--repeats", type=int, default=8, help="passes; the least is taken")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser.parse_args(arguments)
 

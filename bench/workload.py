@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from janus_server.sched.state import BrainSettings
 
+from .serve_options import Described
 from .simulator import generator, scenario
 from .simulator.blocks import Blocks, Calls
 from .workload_plots import draw
@@ -88,16 +89,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="janus bench workload", description="popularity, bursts and speed of the load"
-    )
+    parser = argparse.ArgumentParser(prog="janus bench workload", description=__doc__, formatter_class=Described)
     parser.add_argument("--traces", type=Path, default=scenario.FOLDER, help="the folder workload62")
     parser.add_argument("--requests", type=float, default=generator.REQUESTS, help="of the generator's day")
     parser.add_argument("--speed", action="store_true", help="stream the day as calls; speed and peak memory alone")
     parser.add_argument("--derive", action="store_true", help="print the generator's table from the trace")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--seed", type=int, default=0, help="of the generator")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write pictures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args(arguments)
 
 

@@ -108,16 +108,18 @@ examples:
   janus bench simulate --list                   policies on an imaginary cluster, also reached as janus simulate
   janus bench plan --target 0.9                 how many devices keep a promise, also reached as janus plan
   janus bench workload                          what the traffic of 62 applications looks like
+  janus bench simulate_sweep                    how much load each policy bears, or how tight promises may be
+  janus bench simulate_day                      every policy on a whole day, the cluster sized for the trace's peaks
   janus bench simulate_loads                    how long copies take in the simulator, beside the published times
-  janus bench simulate_devices                  the simulator's two fidelities against each other
-  janus bench simulate_fit                      the simulator's step times against an engine on this machine
+  janus bench simulate_devices                  its two fidelities; simulate_agreement: on a cluster; simulate_fit: CPUs
   janus bench serve --help                      what a benchmark takes
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
 _BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle",
-                  "simulate", "plan", "workload", "simulate_loads", "simulate_devices", "simulate_fit")  # fmt: skip
+                  "simulate", "plan", "workload", "simulate_sweep", "simulate_day", "simulate_loads",
+                  "simulate_devices", "simulate_agreement", "simulate_fit")  # fmt: skip
 # Benchmarks that are commands of their own too.
 _WHOLE: Final = {
     "simulate": "try whole days of an imaginary cluster",

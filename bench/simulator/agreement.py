@@ -22,6 +22,7 @@ from .devices import make
 from .records import AppSpec, Call, Device, ModelSpec, NodeSpec
 
 PAGE_BYTES: Final = 2 << 20
+_LONGEST: Final = 32_768  # tokens of a prompt
 _MODEL_BYTES: Final = 58_000_000_000  # of 64 GB a device; see facts of the published cluster
 
 
@@ -123,7 +124,7 @@ def calls(case: Case, seed: int, length_s: float) -> list[Call]:
             sizes = [
                 mean * math.exp(0.6 * draws.standard_normal() - 0.18) for mean in (case.input_mean, case.output_mean)
             ]
-            found.append((at_s, model, max(1, round(sizes[0])), max(1, round(sizes[1]))))
+            found.append((at_s, model, max(1, min(_LONGEST, round(sizes[0]))), max(1, round(sizes[1]))))
     found.sort()
     return [Call(i, *one) for i, one in enumerate(found)]
 

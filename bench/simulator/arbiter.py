@@ -14,7 +14,7 @@ from janus_server.orders import Action, Dispatch, Ticket, Traffic
 from janus_server.sched.jobs import Job
 
 from .frontdesk import Line, Lines
-from .planned import AHEAD_S, MOST_JOBS, Backlogs, job_of
+from .planned import MOST_JOBS, Backlogs, job_of
 from .replicas import Phase, Replica
 from .yard import Yard
 
@@ -126,7 +126,7 @@ class ArbiterDesk:
 
         replica = serving[0] if len(serving) == 1 else min(serving, key=load_s)
         node = replica.nodes[0]
-        self._queues.setdefault(node, Queue()).add(job_of(ticket, 0.0, extend=False))
+        self._queues.setdefault(node, Queue()).add(job_of(ticket))
         self._where[ticket.id] = replica
         self._touched[node] = None
 
@@ -167,14 +167,14 @@ class ArbiterDesk:
             backlog = self._backlogs.of(node)
             begun: list[str] = []
             start_s = backlog.start_s(now)
-            for request in queue.order(start_s, now) if start_s <= now + AHEAD_S else ():
+            for request in queue.order(start_s, now) if start_s <= now else ():
                 replica = self._where[request]
                 self._unroute(request)
                 ticket = self._lines.give(request, replica, now)
                 backlog.given(request, ticket.work_s, now)
                 begun.append(request)
                 start_s = backlog.start_s(now)
-                if start_s > now + AHEAD_S:
+                if start_s > now:
                     break
             if begun:
                 why = f"{node}: {len(begun)} begin, most on time of those in its queue; {len(queue.jobs)} wait"

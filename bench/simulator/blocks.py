@@ -56,6 +56,12 @@ class Calls:
             number += n
 
 
+def later(source: Blocks, seconds: float) -> Blocks:
+    """The same requests, so much later."""
+    for block in source:
+        yield block._replace(at_s=block.at_s + seconds)
+
+
 def empty() -> Block:
     none = np.zeros(0, dtype=np.int64)
     return Block(np.zeros(0), none, none, none)

@@ -28,10 +28,6 @@ _WINDOWS: Final = 120
 
 def draw(folder: Path, records: Mapping[str, Record], found: Mapping[str, Mapping[str, Any]]) -> list[Path]:
     """The files written."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise BadConfig("figures need matplotlib; run: pip install 'janus-server[bench]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[tuple[str, Callable[[Figure], None], float]] = [
         ("attainment", lambda f: _attainment(f.add_subplot(), records), 4.5),
@@ -43,19 +39,28 @@ def draw(folder: Path, records: Mapping[str, Record], found: Mapping[str, Mappin
         pictures.append(("cost", lambda f: _cost(f.add_subplot(), found), 4.5))
     written = []
     for name, paint, height_in in pictures:
-        figure = Figure(figsize=(9, height_in), dpi=110, layout="constrained")
-        paint(figure)
-        for axes in figure.axes:
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-        written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], format="png")
+        written.append(picture(folder / f"{name}.png", paint, height_in))
     return written
+
+
+def picture(path: Path, paint: Callable[[Figure], None], height_in: float = 4.5) -> Path:
+    """One file, painted."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise BadConfig("figures need matplotlib; run: pip install 'janus-server[bench]'") from None
+    figure = Figure(figsize=(9, height_in), dpi=110, layout="constrained")
+    paint(figure)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
+    return path
 
 
 def _attainment(axes: Axes, records: Mapping[str, Record]) -> None:
     """The share kept of the requests that came in each window; windows without one are gaps."""
-    for (name, record), colour in zip(records.items(), _cycle(len(records)), strict=True):
+    for (name, record), colour in zip(records.items(), colours(len(records)), strict=True):
         tallies = record.tallies
         each = max(1, round(max(5.0, record.scenario.duration_s / _WINDOWS) / tallies.second_s))
         padded = np.pad(tallies.seconds, ((0, -len(tallies.seconds) % each), (0, 0)))
@@ -73,7 +78,7 @@ def _attainment(axes: Axes, records: Mapping[str, Record]) -> None:
 
 
 def _devices(axes: Axes, records: Mapping[str, Record]) -> None:
-    for (name, record), colour in zip(records.items(), _cycle(len(records)), strict=True):
+    for (name, record), colour in zip(records.items(), colours(len(records)), strict=True):
         line, (scale, _) = record.timeline, _unit(record)
         held = line.held()
         axes.stairs(held, np.arange(len(held) + 1) * line.width_s / scale, color=colour, label=name, baseline=None)
@@ -90,7 +95,7 @@ def _waits(figure: Figure, records: Mapping[str, Record]) -> None:
     """Distributions of TTFT and TPOT over all applications."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, which, label in ((left, 0, "time to first token, s"), (right, 1, "time per output token, s")):
-        for (name, record), colour in zip(records.items(), _cycle(len(records)), strict=True):
+        for (name, record), colour in zip(records.items(), colours(len(records)), strict=True):
             histogram = (record.tallies.waits, record.tallies.paces)[which].sum(axis=0)
             known = np.flatnonzero(histogram)
             if len(known):
@@ -126,7 +131,7 @@ def _models(figure: Figure, records: Mapping[str, Record]) -> None:
 
 def _cost(axes: Axes, found: Mapping[str, Mapping[str, Any]]) -> None:
     """Up is more promises kept, left is fewer device-hours."""
-    for (name, summary), colour in zip(found.items(), _cycle(len(found)), strict=True):
+    for (name, summary), colour in zip(found.items(), colours(len(found)), strict=True):
         kept = summary["attainment"]["of_all"]["overall"]
         if kept is None:
             continue
@@ -149,5 +154,5 @@ def _unit(record: Record) -> tuple[float, str]:
     return (3600.0, "hour") if record.scenario.duration_s >= 7200.0 else (1.0, "second")
 
 
-def _cycle(count: int) -> list[str]:
+def colours(count: int) -> list[str]:
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]

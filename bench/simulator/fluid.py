@@ -1,8 +1,9 @@
 """A node in the `fluid` fidelity: whole stretches of equal steps at once, so that a day of a cluster takes minutes.
 
 A model alone on its device makes the very steps of `stepwise`, but those that are alike are counted, not made. Where
-several have work, each makes its steps at the rate that turns by least slack come to (`rates`). A call costs a few
-events of some ten microseconds each, whatever its length. `devices.make` makes it, `world` drives it.
+several only decode, each makes its steps at the rate that turns by least slack come to (`rates`). While prompts are
+computed beside other models' work, `sched.turn` itself is asked whose step is next. A call costs a few events of some
+ten microseconds each, whatever its length. `devices.make` makes it, `world` drives it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from janus_server.errors import require
+from janus_server.errors import Bug, require
 from janus_server.orders import Busy
 from janus_server.sched.outlook import SURE
+from janus_server.sched.turn import Turn
 
 from .batching import Promised, Rules, check_length, longest_tokens, promised, room_pages
 from .flow import ROUNDING, Flow, Row
@@ -34,6 +36,8 @@ class Fluid:
         self._node, self._promises, self._rules = node, promises, rules
         self._models = {spec.known.model: spec for spec in models}
         self._speeds: dict[str, Speed] = {}
+        self._turn = Turn()
+        self._stepper: Flow | None = None  # whose step it is, where each one is made
         self._longest: dict[str, int] = {}
         self._flows: dict[str, Flow] = {}
         self._working: list[Flow] = []
@@ -42,7 +46,6 @@ class Fluid:
         self._due_s = self._join_s = _NEVER
         self._full = self._stale = False
         self._factor = 1.0
-        self._spare_s, self._spares = 0.0, (0.0, 0.0)
         self._number = 0
         self._room_pages = node.pool_pages
 
@@ -52,7 +55,9 @@ class Fluid:
         if model not in self._speeds:
             self._speeds[model] = Speed(spec, self._node.shape)
             self._longest[model] = longest_tokens(spec, self._node, rules)
-        flow = Flow(model, self._speeds[model], page_tokens(spec, self._node.page_bytes), rules, now)
+        size = page_tokens(spec, self._node.page_bytes)
+        self._turn.join(model, round(spec.shape.weight_bytes / spec.known.shards))
+        flow = Flow(model, self._speeds[model], self._turn.cost(model), size, rules, now)
         flow.weight_pages, flow.floor_pages = spec.known.weight_pages, spec.known.floor_pages
         if rules.parts:
             flow.ceiling_pages = room_pages(spec, self._node, rules)
@@ -64,6 +69,8 @@ class Fluid:
     def down(self, model: str, now: float) -> list[int]:
         self._touch(now)
         flow = self._flows.pop(model)
+        self._stepper = None if self._stepper is flow else self._stepper
+        self._turn.leave(model)
         self._room_pages += flow.weight_pages
         return [row.call.id for row in flow.all_rows()]
 
@@ -129,29 +136,30 @@ class Fluid:
     def _move(self, now: float) -> None:
         seconds, self._at_s = now - self._at_s, now
         if seconds > 0.0:
-            most_s, round_s = self._spares
-            self._spare_s += seconds * most_s / round_s if most_s else -seconds
-            self._spare_s = min(max(self._spare_s, 0.0), most_s if most_s else self._spare_s)
-            if self._spare_s < ROUNDING:
-                self._spare_s = 0.0
             for flow in self._working:
                 flow.move(seconds)
                 self._used[flow.name] = self._used.get(flow.name, 0.0) + seconds * flow.rate * flow.step_s
 
     def _wait_s(self, now: float) -> float:
-        """Until the step that runs has ended: to the next whole one where a model is alone; else half of an average
-        one, longer ones being met more often."""
-        if len(self._working) == 1:
-            flow = self._working[0]
-            made = flow.steps + (now - self._at_s) * flow.rate - flow.since
-            return (math.floor(made + ROUNDING) + 1.0 - made) / flow.rate
-        return 0.5 * sum(flow.rate * flow.step_s * flow.step_s for flow in self._working)
+        """Until the step that runs has ended; where several take turns, it is of the one that comes to a whole next."""
+        if self._stepper is not None:
+            return _NEVER
+        wait_s, passed_s = _NEVER, now - self._at_s
+        for flow in self._working:
+            made = flow.steps + passed_s * flow.rate
+            wait_s = min(wait_s, (math.floor(made + ROUNDING) + 1.0 - made) / flow.rate)
+        return wait_s
 
     def _happen(self, emits: list[Emit]) -> None:
-        for flow in self._working:
+        stepper = self._stepper
+        for flow in self._working if stepper is None else [stepper]:
             if flow.steps >= flow.goal - ROUNDING:
                 flow.steps = flow.goal
                 flow.settle()
+                if stepper is not None:
+                    flow.drew(self._at_s)
+                    flow.learn()
+                    self._turn.stepped(flow.name)
                 emits += flow.happen(self._at_s)
         if self._full and self._at_s >= self._due_s:
             self._preempt()
@@ -160,6 +168,16 @@ class Fluid:
         """Who runs what from now on, and until when."""
         self._stale, self._join_s, self._full = False, _NEVER, False
         flows = [flow for flow in self._flows.values() if flow.rows or flow.prompts or flow.waiting]
+        if self._stepper is None:
+            for flow in self._working:
+                flow.learn_made(len(self._working) == 1)
+        if len(flows) > 1 and any([flow.prompts or flow.waiting for flow in flows]):
+            self._plan_turn(flows)
+            return
+        resumes, self._stepper = self._stepper is not None, None
+        if len(flows) == 1 and len(self._working) > 1 and not resumes:
+            flows[0].drew(self._at_s)
+            flows[0].straighten()
         open_ = []
         for flow in flows:
             flow.decode_s = flow.speed.decode_s(flow.rows, flow.context)
@@ -176,29 +194,60 @@ class Fluid:
         for flow in working:
             if flow.name in budgets:
                 flow.plan(budgets[flow.name], self._factor)
-        due_s = self._pace(working)
+        self._wait_for(self._pace(working, resumes))
+
+    def _plan_turn(self, flows: list[Flow]) -> None:
+        """Somebody's prompts are computed beside the work of others: one step, of whoever's turn it is."""
+        stepper = self._stepper
+        if stepper is None:
+            for flow in flows:
+                flow.settle()
+                flow.drew(self._at_s)
+                flow.straighten()
+        if stepper is None or stepper.steps >= stepper.goal - ROUNDING:
+            stepper = self._stepper = self._next(flows)
+        self._working = [flow for flow in flows if flow.rows or flow.prompts]
+        for flow in self._working:
+            flow.rate = 0.0
+        stepper.rate = 1.0 / stepper.step_s
+        self._wait_for((stepper.goal - stepper.steps) * stepper.step_s)
+
+    def _next(self, flows: list[Flow]) -> Flow:
+        idle, free = not any([flow.works for flow in flows]), self._free_pages()
+        starved = [flow.waiting[0].order for flow in flows if flow.starved and flow.waiting]
+        for choice in self._turn.among([(flow.name, flow.look()) for flow in flows], self._at_s):
+            flow = self._flows[choice.model]
+            room = max(1, self._rules.step_tokens - flow.rows)
+            budget = room if choice.prompt_tokens is None else min(room, choice.prompt_tokens)
+            if flow.waiting and not any([order < flow.waiting[0].order for order in starved]):
+                flow.admit(budget, free + max(0.0, flow.floor_pages - flow.held_pages), idle)
+            if flow.works:
+                flow.plan(budget, self._factor, 1.0)
+                return flow
+        raise Bug(f"calls wait on {self._node.name} and nothing can run")
+
+    def _wait_for(self, due_s: float) -> None:
+        """Until then nothing happens, unless memory is full before."""
         full_s = self._full_s()
         self._full = full_s < due_s
         self._due_s = self._at_s + min(due_s, full_s)
 
-    def _pace(self, working: list[Flow]) -> float:
+    def _pace(self, working: list[Flow], resumes: bool) -> float:
         """How often each steps; seconds until the first has made what it planned."""
         if len(working) == 1:
             flow = working[0]
             flow.rate = 1.0 / flow.step_s
-            self._spares = (0.0 if flow.prompts else SURE * max(0.0, flow.pace_s - flow.step_s)), flow.step_s
             return (flow.goal - flow.steps) * flow.step_s
-        prompts = any([flow.prompts for flow in working])
-        if prompts and self._spare_s > 0.0:
-            paced = [flow.pace_s - flow.decode_s for flow in working if flow.rows]
-            self._spare_s = min(self._spare_s, SURE * max(0.0, min(paced, default=_NEVER)))
-        found = rates([flow.ask(self._at_s) for flow in working], self._spare_s if prompts else 0.0)
-        self._spares = 0.0 if prompts else found.spare_s, found.round_s
-        due_s = self._spare_s if prompts and self._spare_s > 0.0 else _NEVER
-        for flow, rate in zip(working, found.steps, strict=True):
+        due_s = _NEVER
+        for flow, rate in zip(working, rates([(flow.step_s, flow.pace_s) for flow in working]), strict=True):
             flow.rate = rate
-            if rate > 0.0:
-                due_s = min(due_s, (flow.goal - flow.steps) / rate)
+        if resumes:
+            after_s = 0.0
+            for flow in sorted(working, key=lambda flow: flow.due_s):
+                after_s += flow.step_s
+                flow.resume(after_s)
+        for flow in working:
+            due_s = min(due_s, (flow.goal - flow.steps) / flow.rate)
         return due_s
 
     def _admit(self, flows: list[Flow], open_: list[Flow]) -> dict[str, int]:
@@ -212,7 +261,7 @@ class Fluid:
             open_ = sorted(open_, key=lambda flow: flow.waiting[0].order if flow.waiting else (_NEVER, 0))
         for flow in open_:
             prompting = flow.prompts or flow.waiting
-            budgets[flow.name] = flow.budget(self._budget_s(flow, flows)) if prompting else 0
+            budgets[flow.name] = flow.budget(SURE * flow.limit_s if flow.rows else _NEVER) if prompting else 0
             if flow.waiting and not stopped:
                 mine = free + max(0.0, flow.floor_pages - flow.held_pages)
                 left = flow.admit(budgets[flow.name], mine, idle)
@@ -220,22 +269,6 @@ class Fluid:
                 free -= mine - left
                 stopped = flow.starved and free <= flow.ceiling_pages - flow.held_pages
         return budgets
-
-    def _budget_s(self, flow: Flow, flows: Sequence[Flow]) -> float:
-        """How long a step with prompts may be: its own streams are promised a pace, and others' tokens are due.
-
-        Where several take turns with such steps, each leaves the others time for theirs, half of which have had it.
-        """
-        others = [other for other in flows if other is not flow and other.rows]
-        own_s = flow.limit_s if flow.rows else _NEVER
-        if not others:
-            return SURE * own_s
-        spare_s, before_s = _NEVER, 0.0
-        for pace_s, step_s in sorted([(other.pace_s, other.decode_s) for other in others]):
-            before_s += step_s
-            spare_s = min(spare_s, pace_s - before_s)
-        turns = sum([bool(other.prompts or other.waiting) for other in others]) if flow.rows else 0
-        return SURE * max(0.0, min(own_s, spare_s)) / (1.0 + 0.5 * SURE * turns)
 
     def _free_pages(self) -> float:
         return self._room_pages - sum([max(flow.held_pages, flow.floor_pages) for flow in self._flows.values()])

@@ -1,13 +1,16 @@
 """A front desk where requests wait for a device rather than queue in its engine, and are planned over several devices.
 
-Rules of dispatch are compared with it on a fixed placement. A device is handed prompts while less than 0.2 s of them
-lies before it, as the leader does it; what it was handed runs in that order. `arbiter` shares its `Backlogs`.
+Rules of dispatch are compared with it on a fixed placement. What a device was handed runs in that order. The leader
+hands prompts over while less than 0.2 s of them lies before a device; the published dispatcher gives to idle ones
+alone, and Prism's arbiter is on the device itself: neither is made to decide sooner. `arbiter` shares its `Backlogs`.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -22,14 +25,28 @@ from .replicas import Phase, Replica
 from .yard import Yard
 
 AHEAD_S: Final = 0.2
+# A device that should have been idle by now is looked at again after so long.
+_AGAIN_S: Final = 0.05
 # Of those that wait, one plan looks at so many: those due first.
 MOST_JOBS: Final = 256
 
 
-class Backlogs:
-    """The prompts that each device was handed, and when to look at which again."""
+class Late(enum.Enum):
+    """What becomes of those that cannot be on time any more, even if they began at once. EXTEND: they are planned among
+    the others with a longer promise, as the leader does it. DEFER: they are not planned, and run where the plan leaves
+    a device idle. SAME: the rule does not tell them apart."""
 
-    def __init__(self) -> None:
+    EXTEND = "extend"
+    DEFER = "defer"
+    SAME = "same"
+
+
+class Backlogs:
+    """The prompts that each device was handed, and when to look at which again. ahead_s: before a device is idle it is
+    handed the next ones."""
+
+    def __init__(self, ahead_s: float = 0.0) -> None:
+        self.ahead_s = ahead_s
         self.by_node: dict[str, Backlog] = {}
         self._due: list[tuple[float, str]] = []
         self._due_of: dict[str, float] = {}
@@ -41,7 +58,7 @@ class Backlogs:
         return backlog
 
     def free(self, node: str, now: float) -> bool:
-        return self.of(node).start_s(now) <= now + AHEAD_S
+        return self.of(node).start_s(now) <= now + self.ahead_s
 
     def computed(self, given: Given, request: str, now: float) -> str:
         node = given.replica.nodes[0]
@@ -57,7 +74,7 @@ class Backlogs:
 
     def look_again(self, start_s: float, what: str, now: float) -> None:
         """Something waits for a device that is free at start_s: it is to be looked at when it nearly is."""
-        due_s = max(start_s - AHEAD_S, now + AHEAD_S)
+        due_s = max(start_s - self.ahead_s, now + max(_AGAIN_S, self.ahead_s))
         if due_s < self._due_of.get(what, math.inf):
             self._due_of[what] = due_s
             heapq.heappush(self._due, (due_s, what))
@@ -78,14 +95,11 @@ class Backlogs:
 
 
 class PlannedDesk:
-    """One queue a model, and a plan over the replicas that serve it (`planner`), made anew when anything happened.
+    """One queue a model, and a plan over the replicas that serve it (`planner`), made anew when anything happened."""
 
-    extend: what is late already is planned with a longer promise, as the leader and the published algorithm do it.
-    """
-
-    def __init__(self, yard: Yard, planner: Planner, *, extend: bool) -> None:
-        self._yard, self._planner, self._extend = yard, planner, extend
-        self._lines, self._backlogs = Lines(), Backlogs()
+    def __init__(self, yard: Yard, planner: Planner, late: Late, ahead_s: float = 0.0) -> None:
+        self._yard, self._planner, self._late = yard, planner, late
+        self._lines, self._backlogs = Lines(), Backlogs(ahead_s)
         self._touched: dict[str, None] = {}
 
     def line(self, model: str) -> Line:
@@ -147,15 +161,27 @@ class PlannedDesk:
     def _picks(self, tickets: list[Ticket], nodes: list[str], now: float) -> list[tuple[str, str]]:
         """Requests to begin now, and where."""
         machines = [Machine(node, self._backlogs.of(node).start_s(now)) for node in nodes]
-        jobs = [job_of(ticket, now, self._extend) for ticket in tickets]
-        if len(jobs) > MOST_JOBS:
-            jobs = heapq.nsmallest(MOST_JOBS, jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
-        return [(pick.job.id, pick.machine) for pick in self._planner(jobs, machines).ready(now, AHEAD_S)]
+        jobs, ahead_s = [job_of(ticket) for ticket in tickets], self._backlogs.ahead_s
+        late: list[Job] = []
+        if self._late is Late.EXTEND:
+            jobs = [extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf) for job in jobs]
+        elif self._late is Late.DEFER:
+            late = [job for job in jobs if now + job.work_s > job.deadline_s]
+            jobs = [job for job in jobs if now + job.work_s <= job.deadline_s]
+        picks = self._planner(_first(jobs, MOST_JOBS), machines).ready(now, ahead_s) if jobs else ()
+        found = [(pick.job.id, pick.machine) for pick in picks]
+        used = {pick.machine for pick in picks}
+        idle = [machine.id for machine in machines if machine.start_s <= now + ahead_s and machine.id not in used]
+        return found + [(job.id, node) for job, node in zip(_first(late, len(idle)), idle, strict=False)]
 
 
-def job_of(ticket: Ticket, now: float, extend: bool) -> Job:
+def _first(jobs: Sequence[Job], most: int) -> Sequence[Job]:
+    """Those due first; all of them, in any order, where they are not more."""
+    if len(jobs) <= most:
+        return jobs
+    return heapq.nsmallest(most, jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
+
+
+def job_of(ticket: Ticket) -> Job:
     promised_s = UNPROMISED_TTFT_S if ticket.ttft_s is None else max(ticket.ttft_s, 1e-3)
-    job = Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)
-    if not extend:
-        return job
-    return extended(job, now) or msgspec.structs.replace(job, deadline_s=math.inf)
+    return Job(ticket.id, ticket.work_s, ticket.arrived_s + promised_s, ticket.arrived_s)

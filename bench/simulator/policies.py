@@ -30,7 +30,7 @@ from .blitzscale import BlitzScale
 from .frontdesk import Desk, LeastDesk, fewest_running, in_turn, least_work
 from .kvload import KvLoad
 from .llumnix import Llumnix
-from .planned import AHEAD_S, PlannedDesk
+from .planned import AHEAD_S, Late, PlannedDesk
 from .prism import Pressure, Prism
 from .records import Policy, Scenario
 from .serverlessllm import ServerlessLLM, cap
@@ -136,19 +136,19 @@ def room_tokens(scenario: Scenario) -> dict[str, float]:
 
 
 def _planned(yard: Yard) -> Desk:
-    return PlannedDesk(yard, dispatch_live, extend=True)
+    return PlannedDesk(yard, dispatch_live, Late.EXTEND, AHEAD_S)
 
 
 def _lst_latest(yard: Yard) -> Desk:
-    return PlannedDesk(yard, dispatch, extend=True)
+    return PlannedDesk(yard, dispatch, Late.DEFER)
 
 
 def _lst_earliest(yard: Yard) -> Desk:
-    return PlannedDesk(yard, partial(dispatch, order=Order.EARLIEST), extend=True)
+    return PlannedDesk(yard, partial(dispatch, order=Order.EARLIEST), Late.DEFER)
 
 
 def _edf(yard: Yard) -> Desk:
-    return PlannedDesk(yard, edf, extend=False)
+    return PlannedDesk(yard, edf, Late.SAME)
 
 
 _FIXED: Final = "fixed replicas for the peak; requests "
@@ -166,7 +166,7 @@ _ENTRIES: Final = MappingProxyType[str, Entry](
         "prism": Entry("devices shared by KV pressure, one replica a model, Moore-Hodgson a device", _prism),
         "blitzscale": Entry("a scaler for each model every second, weights spread from peers", _blitzscale),
         "llumnix": Entry("to the freest replica; one more or fewer every 10 s by free blocks", _llumnix),
-        "dispatch-live": Entry(_FIXED + "by our live plan", partial(_static, _planned)),
+        "dispatch-live": Entry(_FIXED + "by our live plan, as the leader does it", partial(_static, _planned)),
         "dispatch-latest": Entry(_FIXED + "by LST-IMH, latest start first", partial(_static, _lst_latest)),
         "dispatch-earliest": Entry(_FIXED + "by LST-IMH, earliest start first", partial(_static, _lst_earliest)),
         "dispatch-edf": Entry(_FIXED + "by earliest deadline", partial(_static, _edf)),

@@ -79,7 +79,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """calls are made anew for each run (the same each time), rising in time; duration_s is when the last may come.
 
     subjects are by model: what the oracle is told before anything is observed. copies are by node: the models of which
-    its host memory holds a copy from the start.
+    its host memory holds a copy from the start. since_s: what comes before is run and not counted. bursts_s: when the
+    bursts that it names begin.
     """
 
     name: str
@@ -92,6 +93,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     seed: int = 0
     copies: Mapping[str, tuple[str, ...]] = {}
+    since_s: float = 0.0
+    bursts_s: tuple[float, ...] = ()
 
 
 class Policy(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from janus_server.errors import BadConfig
 
 from . import figures, html
-from .columns import COLUMNS, best_of, cell, seconds, share
+from .columns import COLUMNS, Column, best_of, cell, seconds, share
 from .recorder import Record
 from .summary import summarise
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _WORST_APPS: Final = 6
+# Characters: of the widest cell, and of a line that is not for a terminal.
+_CELL: Final = 9
+_PIPED: Final = 100_000
 
 
 def write(
@@ -63,38 +66,60 @@ def show(found: Mapping[str, Mapping[str, Any]], console: Console | None = None)
     from rich.console import Console as Terminal
 
     terminal = console or Terminal(highlight=False)
-    for part in _shown(found):
+    if console is None and not terminal.is_terminal:
+        terminal.width = _PIPED  # whoever reads a file or a pipe wraps by himself
+    for part in _shown(found, terminal.width):
         terminal.print(part)
 
 
-def _shown(found: Mapping[str, Mapping[str, Any]]) -> list[RenderableType]:
-    """Names come from files that users wrote: they are `Text`, so that brackets in them are no markup."""
-    from rich import box
-    from rich.table import Table
+def _shown(found: Mapping[str, Mapping[str, Any]], width: int) -> list[RenderableType]:
+    """As many policies beside each other as have room. Names come from files that users wrote: they are `Text`, so that
+    brackets in them are no markup."""
     from rich.text import Text
 
     first = next(iter(found.values()))
     head = f"{first['scenario']}: {first['requests']:,} requests in {html.span(first['duration_s'])}, "
     head += f"{len(first['applications']):,} applications, {first['nodes']:,} devices, seed {first['seed']}"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", style="dim", no_wrap=True)
+    shown = [c for c in COLUMNS if any(c.value(summary) is not None for summary in found.values())]
+    titles, helps = max(len(column.title) for column in shown), max(len(column.help) for column in shown)
+    parts: list[RenderableType] = [Text(head, style="bold")]
+    room, group = width - titles - 2, list[str]()
     for name in found:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    best = {column.title: best_of(column, found) for column in COLUMNS}
-    for column in COLUMNS:
-        values = {name: column.value(summary) for name, summary in found.items()}
-        if all(value is None for value in values.values()):
-            continue
-        cells = [
-            Text(cell(column, value), style="bold green" if len(found) > 1 and name in best[column.title] else "")
-            for name, value in values.items()
-        ]
-        table.add_row(Text(column.title), *cells)
-    table.add_row(Text("simulated in"), *(Text(seconds(f["took_s"])) for f in found.values()))
-    parts: list[RenderableType] = [Text(head, style="bold"), table]
+        room -= (needs := max(len(name), _CELL) + 2)
+        if group and room < 0:
+            parts.append(_table(found, group, shown, explained=False))
+            room, group = width - titles - 2 - needs, []
+        group.append(name)
+    fits = room >= helps + 2
+    parts.append(_table(found, group, shown, explained=fits))
+    if not fits:
+        parts.append(Text("; ".join(f"{column.title}: {column.help}" for column in shown), style="dim"))
     for name, summary in found.items():
         parts += [Text(f"{name}: {line}", style=style) for line, style in _lines(summary)]
     return parts
+
+
+def _table(
+    found: Mapping[str, Mapping[str, Any]], names: Sequence[str], shown: Sequence[Column], *, explained: bool
+) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", style="dim", no_wrap=True)
+    for name in names:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    if explained:
+        table.add_column("", style="dim", no_wrap=True)
+    for column in shown:
+        best = best_of(column, found) if len(found) > 1 else ()
+        cells = [
+            Text(cell(column, column.value(found[name])), style="bold green" if name in best else "") for name in names
+        ]
+        table.add_row(Text(column.title), *cells, *([Text(column.help)] if explained else []))
+    table.add_row(Text("simulated in"), *(Text(seconds(found[name]["took_s"])) for name in names))
+    return table
 
 
 def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from janus_server.units import format_bytes, parse_bytes
 
 from ..traces import open_text
 from . import generator, lengths, models
-from .blocks import Blocks, Calls, merged, sliced
+from .blocks import Blocks, Calls, later, merged, sliced
 from .generator import REQUESTS, AppLoad, Burst, Tide
 from .records import AppSpec, Fault, FaultKind, ModelSpec, NodeSpec, Scenario
 from .spec import Hosts, Spec, load
@@ -49,6 +49,11 @@ class _Asked(NamedTuple):
 def read(source: str, seed: int, options: Mapping[str, str]) -> Scenario:
     """options: "section.key" or a short name of `spec.SHORT`, and the value as TOML or as text."""
     spec = load(source, options)
+    work = spec.workload
+    if work.since_s >= work.duration_s:
+        raise BadConfig(
+            f"scenario {spec.name}: it lasts {work.duration_s:g} s, and is counted from second {work.since_s:g} on"
+        )
     nodes = _nodes(spec)
     asked = _asked(spec, seed)
     apps = tuple(_app(load_, asked, spec) for load_ in asked.loads)
@@ -60,14 +65,17 @@ def read(source: str, seed: int, options: Mapping[str, str]) -> Scenario:
     )
     known = models.specs(asked.shapes, apps, nodes, room)
     sources = asked.sources
-    calls = Calls(sources[0] if len(sources) == 1 else lambda: merged([make() for make in sources]))
+    made = sources[0] if len(sources) == 1 else lambda: merged([make() for make in sources])
+    calls = Calls(lambda: later(made(), work.quiet_s))
     if not any(block.n for block in calls.blocks()):
         raise BadConfig(f"scenario {spec.name}: no request lies in the chosen part of the workload")
     nodes, copies = _host_memory(spec, nodes, known)
     return Scenario(
-        name=spec.name, nodes=nodes, models=known, apps=apps, calls=calls, duration_s=spec.workload.duration_s,
+        name=spec.name, nodes=nodes, models=known, apps=apps, calls=calls,
+        duration_s=work.quiet_s + work.duration_s,
         subjects=models.subjects(known, apps, models.smallest(nodes).shape), faults=_faults(spec, nodes), seed=seed,
-        copies=copies,
+        copies=copies, since_s=work.quiet_s + work.since_s,
+        bursts_s=tuple(sorted({work.quiet_s + burst.at_s for burst in work.bursts})),
     )  # fmt: skip
 
 
@@ -327,4 +335,5 @@ def _faults(spec: Spec, nodes: Sequence[NodeSpec]) -> tuple[Fault, ...]:
         if not math.isfinite(fault.at_s) or fault.at_s > spec.workload.duration_s:
             raise BadConfig(f"faults: one at {fault.at_s:g} s comes after the end at {spec.workload.duration_s:g} s")
     ordered = sorted(spec.faults, key=lambda fault: fault.at_s)
-    return tuple(Fault(at_s=f.at_s, kind=FaultKind(f.kind), node=f.node, lasts_s=f.lasts_s) for f in ordered)
+    quiet_s = spec.workload.quiet_s
+    return tuple(Fault(at_s=quiet_s + f.at_s, kind=FaultKind(f.kind), node=f.node, lasts_s=f.lasts_s) for f in ordered)

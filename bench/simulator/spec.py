@@ -95,6 +95,9 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     single applications, by name. equal: requests a second of each, whatever it had. models: other models than its own,
     by application. flat: neither daily curve nor drawn bursts. jitter_s: how far copies of a recorded request are from
     it.
+
+    A lead-in, so that a cluster which begins with nothing is not judged by that: quiet_s is put before the slice, and
+    nothing comes in it; requests of the first since_s of the slice are run and not counted.
     """
 
     source: Literal["generator", "workload62", "apps"] = "generator"
@@ -102,6 +105,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     factor: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
     start_s: NotNegative = 0.0
     duration_s: Annotated[float, Meta(gt=0, le=60 * 86_400)] = 86_400.0
+    quiet_s: NotNegative = 0.0
+    since_s: NotNegative = 0.0
     jitter_s: NotNegative = 10.0
     apps: list[Annotated[int, Meta(ge=0, lt=62)]] = []
     rates: dict[str, Positive] = {}
@@ -191,7 +196,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 SHORT: Final[Mapping[str, str]] = {
     "hosts": "cluster.hosts", "devices": "cluster.devices", "kind": "cluster.kind", "source": "workload.source",
     "traces": "workload.folder", "folder": "workload.folder", "factor": "workload.factor",
-    "start_s": "workload.start_s", "duration_s": "workload.duration_s", "scale": "promise.scale",
+    "start_s": "workload.start_s", "duration_s": "workload.duration_s", "quiet_s": "workload.quiet_s",
+    "since_s": "workload.since_s", "scale": "promise.scale",
 }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def summarise(record: Record, bursts_s: Sequence[float] = ()) -> dict[str, Any]:
         "latest": [{**late._asdict(), "app": scenario.apps[late.app].name} for late in tallies.latest()],
     }
     found["worst_hour"] = _worst(found["hours"])
+    found["worst_application"] = _worst([app for app in apps if app["requests"] >= TAIL_REQUESTS])
     found["notes"] = [*record.notes, *_notes(record, found)]
     return found
 
@@ -134,11 +135,11 @@ def _span_s(record: Record) -> float:
     return max(record.scenario.duration_s - record.since_s, 1e-9)
 
 
-def _worst(hours: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """The least of each share over the hours, of all requests."""
+def _worst(groups: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """The least of each share over hours or applications, of all requests."""
     least: dict[str, float | None] = {}
     for kind in ("ttft", "tpot", "overall"):
-        known = [h["attainment"]["of_all"][kind] for h in hours if h["requests"]]
+        known = [h["attainment"]["of_all"][kind] for h in groups if h["requests"]]
         least[kind] = min(known, default=None)
     return least
 

@@ -33,7 +33,7 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 3
     backoff_s: float = 0.5
     broken_s: float = 30.0
-    ahead_s: float = 0.2
+    ahead_s: float = 0.05
     rate_half_life_s: float = 1200.0
     refit_every_s: float | None = 60.0
     # Of half the points: a fit then takes 50 KB of a journal, and 7 ms to be taken in.

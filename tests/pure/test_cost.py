@@ -126,3 +126,15 @@ def test_a_prompt_takes_its_steps_and_its_rows() -> None:
     beside = Shape(4)
     expected = 3 * (0.004 + 4 * 0.0005) + 130 * 0.001
     assert cost.prompt_s(130, 0.0, 60, beside) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("times", [1, 7, 60])
+def test_steps_that_were_alike_teach_as_much_at_once(times: int) -> None:
+    one, many = learnt(SPEED, 200), learnt(SPEED, 200)
+    shape = Shape(3, 0, 900.0)
+    for _ in range(times):
+        one.observe(shape, 1.2 * SPEED.of(shape))
+    many.observe(shape, 1.2 * SPEED.of(shape), times)
+    assert many.observed == one.observed
+    for asked in (shape, Shape(8, 0, 900.0), Shape(3, 100, 9000.0)):
+        assert many.seconds(asked) == pytest.approx(one.seconds(asked), rel=0.02)

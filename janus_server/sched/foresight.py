@@ -21,15 +21,51 @@ from janus_server.sched.oracle_records import Features, FitRequest, Fitted, Lear
 
 # Of a device's time, below which another replica finds nothing to do.
 _IDLE: Final = 0.1
+# Lengths scatter so much that fewer requests say little of them.
+_LENGTHS_MOST: Final = 200.0
 # A fit that has brought nothing after so long never will: its process ran out of something.
 LATE_S = 120.0
 
 
+class Lengths(NamedTuple):
+    """Means over the last `requests` of a model: tokens of prompts and answers, and their squares."""
+
+    requests: float
+    input: float
+    input_square: float
+    output: float
+    output_square: float
+
+    @classmethod
+    def of(cls, observation: Observation) -> Lengths:
+        f = observation.features
+        return cls(
+            float(max(1, observation.requests)), f.input_mean, f.input_variance + f.input_mean**2, f.output_mean,
+            f.output_variance + f.output_mean**2,
+        )  # fmt: skip
+
+    def after(self, later: Lengths) -> Lengths:
+        """With those of another period, the present ones counting as _LENGTHS_MOST at most."""
+        kept = min(self.requests, _LENGTHS_MOST)
+        part = later.requests / (kept + later.requests)
+        means = (old + part * (new - old) for old, new in zip(self[1:], later[1:], strict=True))
+        return Lengths(kept + later.requests, *means)
+
+    def at(self, request_rate: float) -> Features:
+        """So many requests a second that are as long."""
+        return Features(
+            request_rate * (self.input + self.output), request_rate, self.input,
+            max(0.0, self.input_square - self.input**2), self.output, max(0.0, self.output_square - self.output**2),
+        )  # fmt: skip
+
+
 class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `Foresight` knows at one moment. latest are the last observations with traffic, request the open fit."""
+    """What a `Foresight` knows at one moment. latest are the last observations with traffic, lengths those of the
+    requests of longer than that, request is the open fit."""
 
     models: tuple[Learnt, ...] = ()
     latest: dict[str, Observation] = {}
+    lengths: dict[str, Lengths] = {}
     request: FitRequest | None = None
     asked_s: float | None = None
 
@@ -74,14 +110,16 @@ class Foresight:
         self._refit_every_s = refit_every_s
         self._oracle = Oracle(settings, known.models)
         self._latest = dict(known.latest)
+        self._lengths = dict(known.lengths)
         self._request = known.request
         self._asked_s = known.asked_s
 
     def memory(self) -> Foreseen:
         """What it knows now."""
         return Foreseen(
-            models=self._oracle.memory(), latest=dict(self._latest), request=self._request, asked_s=self._asked_s
-        )
+            models=self._oracle.memory(), latest=dict(self._latest), lengths=dict(self._lengths),
+            request=self._request, asked_s=self._asked_s,
+        )  # fmt: skip
 
     def observed(self, event: Observed, now: float, actions: list[Action]) -> None:
         """Take a period in, and have the model fitted that needs it most, if it is time for that."""
@@ -92,6 +130,8 @@ class Foresight:
             features = observation.features
             if self._oracle.knows(name) and features.request_rate > 0.0 and features.output_mean > 0.0:
                 self._latest[name] = observation
+                lengths, known = Lengths.of(observation), self._lengths.get(name)
+                self._lengths[name] = lengths if known is None else known.after(lengths)
         self._refit(now, actions)
 
     def learn(self, fitted: Fitted) -> None:
@@ -169,12 +209,12 @@ class Foresight:
         return None if seen is None or now - seen.at_s > within_s else seen.features
 
     def _features(self, model: str, present: Features | None) -> Features | None:
-        """The present rate, with the lengths of the last period that was observed where there is one."""
+        """The present rate, with the lengths of the requests so far where a period was observed."""
         if present is None or not present.token_rate > 0.0 or not self._oracle.knows(model):
             return None
-        seen = self._latest.get(model)
-        if seen is not None:
-            return at_rate(seen.features, present.token_rate)
+        lengths = self._lengths.get(model)
+        if lengths is not None:
+            return lengths.at(present.token_rate / max(lengths.input + lengths.output, 1e-9))
         return present if present.output_mean > 0.0 else None
 
     def _refit(self, now: float, actions: list[Action]) -> None:

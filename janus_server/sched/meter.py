@@ -23,6 +23,8 @@ _LATE_S: Final = 10.0
 # The rate of so few requests is chance: it is a mean over as long as it takes for as many to come, up to _KEPT_S.
 _CHANCE_REQUESTS: Final = 16
 _KEPT_S: Final = 30.0
+# How long requests are is a mean over so many: with lengths that scatter as they do, the last few are chance.
+_SIZED_MOST: Final = 200.0
 # Of a rate: less than this part is no change.
 _TREMBLE: Final = 0.05
 
@@ -39,11 +41,17 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Gauge(msgspec.Struct, eq=False):
-    """One model's. samples rise in time, told is the rate that was given out last, came_s when a prompt came last."""
+    """One model's. samples rise in time, told is the rate that was given out last, came_s when a prompt came last.
+
+    size is what one request takes in tokens, in the mean of the last `sized` of them; none before `sized_at` counts.
+    """
 
     samples: list[Sample]
     came_s: float
     told: float = 0.0
+    size: float = 0.0
+    sized: float = 0.0
+    sized_at: int = 0
 
 
 class Meter:
@@ -64,10 +72,11 @@ class Meter:
             gauge = self._gauges.get(name)
             if gauge is None or gauge.samples[-1].tokens > sample.tokens or gauge.samples[-1].at_s > now:
                 # What was counted until now came at some time: none of it is known to have come just now.
-                self._gauges[name] = Gauge([sample], now)
+                self._gauges[name] = Gauge([sample], now, sized_at=sample.tokens)
                 continue
             if counts.input_tokens > gauge.samples[-1].counts.input_tokens:
                 gauge.came_s = now
+            _size(gauge, sample)
             gauge.samples.append(sample)
             while len(gauge.samples) > 1 and gauge.samples[1].at_s <= now - _KEPT_S:
                 del gauge.samples[0]
@@ -112,14 +121,26 @@ class Meter:
                     late=last.late - before.late, idle_for_s=idle_s)  # fmt: skip
 
 
+def _size(gauge: Gauge, sample: Sample) -> None:
+    """Take the requests since the last sample into the mean."""
+    came = sample.counts.requests - gauge.samples[-1].counts.requests
+    if came > 0:
+        gauge.sized = min(gauge.sized + came, max(_SIZED_MOST, came))
+        gauge.size += came / gauge.sized * ((sample.tokens - gauge.sized_at) / came - gauge.size)
+        gauge.sized_at = sample.tokens
+
+
 def _rate(gauge: Gauge, now: float) -> float:
-    """Tokens a second. Samples may be missing while nothing changes."""
+    """Tokens a second: of the requests that came, each as large as they are in the mean; where none did, as counted.
+    Samples may be missing while nothing changes."""
     last = gauge.samples[-1]
     for sample in reversed(gauge.samples):
-        span_s = now - sample.at_s
-        if span_s >= RATE_S and last.counts.requests - sample.counts.requests >= _CHANCE_REQUESTS:
-            return (last.tokens - sample.tokens) / span_s
-    return (last.tokens - _at(gauge, now - _KEPT_S).tokens) / max(RATE_S, min(_KEPT_S, now - gauge.samples[0].at_s))
+        span_s, came = now - sample.at_s, last.counts.requests - sample.counts.requests
+        if span_s >= RATE_S and came >= _CHANCE_REQUESTS:
+            return came * gauge.size / span_s
+    before, span_s = _at(gauge, now - _KEPT_S), max(RATE_S, min(_KEPT_S, now - gauge.samples[0].at_s))
+    came = last.counts.requests - before.counts.requests
+    return (came * gauge.size if came else last.tokens - before.tokens) / span_s
 
 
 def _at(gauge: Gauge, at_s: float) -> Sample:

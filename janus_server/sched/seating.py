@@ -6,6 +6,7 @@ The slow path of `fleet` asks; `plan` takes the steps. A seat is a replica that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -13,6 +14,9 @@ from janus_server.orders import Action, Decided
 from janus_server.sched.demand import Demand, Kind, Placement, Reason, Rules, Seat
 from janus_server.sched.packing import pack
 from janus_server.sched.placement import Cluster, Note, Replica, Standing, whole
+
+# Of what a device computes and reads: a replica of several shards counts as if it took so much.
+_FULL: Final = 0.9
 
 
 class Seating(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +84,10 @@ def seat(
 
 def _apart(demand: Demand) -> Demand:
     """A replica of several shards waits for the slowest of its devices in every layer: a neighbour on one of them holds
-    up all. While there is room it has them to itself."""
-    return msgspec.structs.replace(demand, hbm=max(1.0, demand.hbm)) if demand.shards > 1 else demand
+    up all. While there is room, only what has next to nothing to do may be beside it."""
+    if demand.shards == 1:
+        return demand
+    return msgspec.structs.replace(demand, compute=max(_FULL, demand.compute), bandwidth=max(_FULL, demand.bandwidth))
 
 
 def _homes(seats: Sequence[Replica], wanted: Mapping[str, int], live: Sequence[Replica]) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PORT   ?= 8000
 MODEL  ?=
+NODES  ?= 3
 ARGS   ?=
 # Where pip looks for torch besides its usual indexes, for example https://download.pytorch.org/whl/cpu: on a machine
 # without a GPU that avoids the CUDA build and its gigabytes.
@@ -35,11 +36,12 @@ CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check 
 test test-clients bench: export OMP_NUM_THREADS ?= 1
 test test-clients: export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help serve test test-clients install install-dev lint format bench clean
+.PHONY: help serve serve-cluster test test-clients install install-dev lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve               serve a language model on http://127.0.0.1:8000 (PORT=9000, MODEL=path, ARGS="--memory 4GiB")'
+	@echo 'make serve-cluster       three nodes that are one server, of two models, on ports 8000 to 8002 (NODES=2, and as above)'
 	@echo 'make test                run the tests'
 	@echo 'make test-clients        run other programs against the server: openai-python, LangChain, lm-eval, guidellm, …'
 	@echo 'make install             set up .venv: packages, default model, native code (serve does it by itself)'
@@ -53,6 +55,9 @@ help:
 
 serve: install
 	@$(BIN)/janus serve $(MODEL) --port $(PORT) $(ARGS)
+
+serve-cluster: install
+	@$(BIN)/janus serve $(or $(MODEL),smollm2-135m second=smollm2-135m) --nodes $(NODES) --port $(PORT) $(ARGS)
 
 test: install-dev
 	@echo '== tests: $(TIERS)'

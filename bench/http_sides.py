@@ -25,7 +25,7 @@ from janus_server.api.plan import Target  # house: exempt — what is measured i
 from janus_server.config import serve_config  # house: exempt — as above
 from janus_server.executor import Cancel, StepReport, StepTime, Submit  # house: exempt — as above
 from janus_server.flow import AtOnce, Flow
-from janus_server.instance import ServedModel
+from janus_server.instance import ServedModel  # house: exempt — as above
 from janus_server.streams import Streams  # house: exempt — as above
 from janus_server.telemetry import Telemetry
 from janus_server.types import BatcherStats, Emit, FinishReason, Load, ModelCard, Owner, Request, Sampling

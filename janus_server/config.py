@@ -39,7 +39,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     again on SIGHUP. max_queued_* None are derived by `admission`. copy_bytes_per_s bounds moves of weights while
     requests run. idle_after_s and preload are for models whose own options say nothing, and stand in those options.
     With a node's name, others of this user's that have one copy weights from its memory and it from theirs; they meet
-    in run_dir. prepare_bytes is what tokenizers and the like of
+    in run_dir. Several nodes of this host are one server, and so are all that join the same; peer_* is how they reach
+    each other. prepare_bytes is what tokenizers and the like of
     models that are Cold may take.
     """
 
@@ -88,6 +89,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal: Path | None = None
     node: str | None = None
     run_dir: Path | None = None
+    nodes: int = 1
+    join: str | None = None
+    cluster_secret: Path | None = None
+    domain: str | None = None
+    peer_host: str = "127.0.0.1"
+    peer_certfile: Path | None = None
+    peer_keyfile: Path | None = None
+    peer_cafile: Path | None = None
     prepare_bytes: int = 256 << 20
 
 
@@ -119,9 +128,10 @@ def serve_config(
     of_file = () if models else tables.models(listed, str(file), defaults)
     entries = _entries(models, of_file, served_model_name, defaults)
     served = applications.check(tables.applications(on_models, str(file)), [entry.name for entry in entries])
-    fields.setdefault("memory_bytes", default_memory_bytes())
-    fields.setdefault("host_memory_bytes", machine.memory_bytes() // 4)
-    fields.setdefault("threads", machine.cores())
+    shares = fields.get("nodes", 1)
+    fields.setdefault("memory_bytes", default_memory_bytes() // shares)
+    fields.setdefault("host_memory_bytes", machine.memory_bytes() // 4 // shares)
+    fields.setdefault("threads", max(1, machine.cores() // shares))
     fields.setdefault("cache_dir", default_cache_dir())
     return _checked(ServeConfig(models=entries, applications=served, keys=environment_keys(), **fields))
 
@@ -164,13 +174,21 @@ def _checked(config: ServeConfig) -> ServeConfig:
             f"--memory {units.format_bytes(config.memory_bytes)} holds {pages} pages of "
             f"{units.format_bytes(config.page_bytes)}; give at least 8 pages, or a smaller --page-size"
         )
-    if config.memory_bytes > machine.memory_bytes():
+    times = f" for each of {config.nodes} nodes" if config.nodes > 1 else ""
+    if config.memory_bytes * config.nodes > machine.memory_bytes():
         raise BadConfig(
-            f"--memory {units.format_bytes(config.memory_bytes)} is more than this machine lets the process use "
+            f"--memory {units.format_bytes(config.memory_bytes)}{times} is more than this machine lets the process use "
             f"({units.format_bytes(machine.memory_bytes())})"
         )
     if config.run_dir is not None and config.node is None:
         raise BadConfig("--run-dir says where nodes of this machine meet: give this one a name with --node NAME")
+    if config.nodes > 1 and config.node is not None:
+        raise BadConfig("--nodes names its nodes itself: leave --node out")
+    if config.join is None and config.nodes == 1 and config.cluster_secret is not None:
+        raise BadConfig("--cluster-secret is for a server that is part of a cluster: give --join WHERE")
+    peer_files = (config.peer_certfile, config.peer_keyfile, config.peer_cafile)
+    if any(peer_files) and not all(peer_files):
+        raise BadConfig("--peer-certfile, --peer-keyfile and --peer-cafile go together: give all three, or none")
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise BadConfig("--ssl-certfile and --ssl-keyfile go together: give both, or neither")
     return msgspec.structs.replace(config, memory_bytes=pages * config.page_bytes)

@@ -13,12 +13,55 @@ from janus_server.sched.cost import Shape, StepCost
 
 if TYPE_CHECKING:
     from janus_server.executor import StepReport
-    from janus_server.flow import Flow
+    from janus_server.flow import Entrant, Flow
     from janus_server.instance import Call
 
 
 # A step with fewer tokens beside those of decodes tells more of the decodes than of prompts.
 LEAST_PROMPT_TOKENS: Final = 16
+
+
+class PromptCosts:
+    """What prompts take, by model: from the steps that ran here, before those from weight_bytes."""
+
+    def __init__(self, weight_bytes: Mapping[str, int], step_tokens: int) -> None:
+        self._step_tokens = step_tokens
+        self._costs = {model: StepCost(size) for model, size in weight_bytes.items()}
+
+    def work_s(self, model: str, tokens: int) -> float:
+        """A prompt of so many tokens, alone."""
+        return self._costs[model].prompt_s(tokens, 0.0, self._step_tokens, Shape())
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step what prompts take. Steps that only decode teach nothing of that."""
+        step, stats = report.step, report.stats
+        if step is None or stats is None or step.tokens < stats.running + LEAST_PROMPT_TOKENS:
+            return
+        shape = Shape(decodes=stats.running, prompt_tokens=step.tokens - stats.running)
+        self._costs[report.model].observe(shape, step.total_s)
+
+
+class NoDesk:
+    """Where calls wait elsewhere: what runs here was begun by somebody who was told to."""
+
+    def __init__(self, weight_bytes: Mapping[str, int], step_tokens: int) -> None:
+        self.costs = PromptCosts(weight_bytes, step_tokens)
+
+    def ready(self, flow: Flow, call: Call) -> None:
+        flow.run(call)
+
+    def started(self, call: Call) -> None:
+        pass
+
+    def left(self, call: Entrant) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
+    def observe(self, report: StepReport) -> None:
+        """A step ran here."""
+        self.costs.observe(report)
 
 
 class FrontDesk:
@@ -28,9 +71,8 @@ class FrontDesk:
     """
 
     def __init__(self, weight_bytes: Mapping[str, int], step_tokens: int, changed: Callable[[], None]) -> None:
-        self._step_tokens = step_tokens
         self._changed = changed
-        self._costs = {model: StepCost(size) for model, size in weight_bytes.items()}
+        self._costs = PromptCosts(weight_bytes, step_tokens)
         self._calls: dict[str, tuple[Flow, Call]] = {}
         self._arrived: dict[str, Ticket] = {}
         self._started: list[str] = []
@@ -44,13 +86,13 @@ class FrontDesk:
         self._arrived[call.id] = Ticket(
             id=call.id, model=flow.model, prompt_tokens=tokens, arrived_s=call.arrived_s, ttft_s=call.ttft_s,
             priority=call.priority,
-            work_s=self._costs[flow.model].prompt_s(tokens, 0.0, self._step_tokens, Shape()),
+            work_s=self._costs.work_s(flow.model, tokens),
         )  # fmt: skip
 
     def started(self, call: Call) -> None:
         self._started.append(call.id)
 
-    def left(self, call: Call) -> None:
+    def left(self, call: Entrant) -> None:
         if self._calls.pop(call.id, None) is not None and self._arrived.pop(call.id, None) is None:
             self._left.append(call.id)
 
@@ -73,9 +115,5 @@ class FrontDesk:
                 flow.run(call)
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step what prompts take. Steps that only decode teach nothing of that."""
-        step, stats = report.step, report.stats
-        if step is None or stats is None or step.tokens < stats.running + LEAST_PROMPT_TOKENS:
-            return
-        shape = Shape(decodes=stats.running, prompt_tokens=step.tokens - stats.running)
-        self._costs[report.model].observe(shape, step.total_s)
+        """A step ran here."""
+        self._costs.observe(report)

@@ -25,6 +25,7 @@ from janus_server.model.runner import Runner
 from janus_server.observe.log import facts
 from janus_server.sched.batcher import Batcher
 from janus_server.sched.scarcity import IDLE_PERIODS, Scarcity
+from janus_server.sched.sequence import Begun
 from janus_server.sched.turn import Choice, Turn
 from janus_server.types import BatcherStats, Emit, FinishReason, Owner, Reading, Request, Sampled
 
@@ -57,15 +58,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue.
-
-    matcher is the request's compiled grammar at its start, which is the device thread's from now on.
+    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue. matcher is its compiled
+    grammar at its start, the device thread's from now on. begun: its choices that are not over, where it ran elsewhere.
     """
 
     model: str
     request: Request
     arrived_s: float
     matcher: Any = None
+    begun: tuple[Begun, ...] | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -303,7 +304,10 @@ class DeviceThread:
         engine = self._engines.get(model)
         if engine is not None:
             with self._guard(engine):
-                engine.batcher.add(request, order.arrived_s, order.matcher)
+                if order.begun is None:
+                    engine.batcher.add(request, order.arrived_s, order.matcher)
+                else:
+                    engine.batcher.resume(request, order.arrived_s, order.begun)
         self._checked = False
         if model not in self._engines:  # torn down while the request was on its way, or by the request
             emits = [Emit(request.id, index, finish=FinishReason.ERROR) for index in range(request.n)]

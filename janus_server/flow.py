@@ -12,8 +12,44 @@ from typing import TYPE_CHECKING, Protocol
 from janus_server.errors import Refused
 
 if TYPE_CHECKING:
-    from janus_server.executor import DeviceThread
+    from janus_server.executor import Cancel, DeviceThread, Submit
     from janus_server.instance import Call
+
+
+class Entrant(Protocol):
+    """What runs: a call that came to this node, or a request that another node has it run."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompts(self) -> int: ...
+
+
+class Posting(Protocol):
+    """Where a call's requests go when it begins, and what it cancels."""
+
+    def post(self, command: Submit | Cancel) -> None: ...
+
+
+class Entrance(Protocol):
+    """What a call sees of whatever lets it in: the `Flow` of its model, or of a cluster's front."""
+
+    patience_s: float
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def device(self) -> Posting: ...
+
+    def enter(self, call: Call) -> None: ...
+
+    def leave(self, call: Call) -> None: ...
+
+    def started(self, call: Call) -> None: ...
+
+    def held_s(self, call: Call) -> float: ...
 
 
 class Desk(Protocol):
@@ -25,7 +61,7 @@ class Desk(Protocol):
     def started(self, call: Call) -> None:
         """The prompts of a call that runs are computed."""
 
-    def left(self, call: Call) -> None:
+    def left(self, call: Entrant) -> None:
         """The call is over, whether it ran or not."""
 
     def changed(self) -> None:
@@ -41,7 +77,7 @@ class AtOnce:
     def started(self, call: Call) -> None:
         pass
 
-    def left(self, call: Call) -> None:
+    def left(self, call: Entrant) -> None:
         pass
 
     def changed(self) -> None:
@@ -63,7 +99,7 @@ class Flow:
         self.running = 0
         self._desk = desk
         self.open = False
-        self._running: dict[Call, None] = {}
+        self._running: dict[Entrant, None] = {}
         self._ready: dict[Call, None] = {}
         self._held: dict[Call, float] = {}  # and since when, monotonic
 
@@ -89,15 +125,24 @@ class Flow:
             self._held[call] = time.monotonic()
         self._desk.changed()
 
+    def admit(self, entrant: Entrant) -> None:
+        """It runs from now on, begun by whoever says so: it only counts here, until it has `ended`."""
+        self._running[entrant] = None
+        self.running += entrant.prompts
+
     def leave(self, call: Call) -> None:
         self._held.pop(call, None)
         self._ready.pop(call, None)
-        if call in self._running:
-            del self._running[call]
-            self.running -= call.prompts
+        self.ended(call)
+
+    def ended(self, entrant: Entrant) -> None:
+        """It runs no more, if it did."""
+        if entrant in self._running:
+            del self._running[entrant]
+            self.running -= entrant.prompts
             if not self._running:
                 self.idle_since_s = time.monotonic()
-        self._desk.left(call)
+        self._desk.left(entrant)
         self._desk.changed()
 
     def run(self, call: Call) -> None:

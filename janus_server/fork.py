@@ -19,7 +19,7 @@ def want_of(opened: OpenedModel, kernels: Kernels, digest: int | None) -> Want:
     return Want(
         model=opened.name,
         layout=layout_hash(opened.placed, kernels.name),
-        checkpoint=_checkpoint(opened),
+        checkpoint=checkpoint_of(opened),
         size_bytes=opened.placed.total_bytes,
         digest=digest,
     )
@@ -31,12 +31,13 @@ def offer_of(opened: OpenedModel, kernels: Kernels, memory: WeightMemory | None,
         return None
     return Offer(
         layout=layout_hash(opened.placed, kernels.name),
-        checkpoint=_checkpoint(opened),
+        checkpoint=checkpoint_of(opened),
         size_bytes=memory.size_bytes,
         pages=memory.pages,
         digest=digest,
     )
 
 
-def _checkpoint(opened: OpenedModel) -> str:
+def checkpoint_of(opened: OpenedModel) -> str:
+    """A digest of its files, once their contents were read."""
     return f"{opened.checkpoint.fingerprint}:{opened.contents}"

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from janus_server.errors import Refused, require
-from janus_server.executor import Cancel, StepReport, Submit
+from janus_server.executor import Cancel, Submit
+from janus_server.streams import Streams
 from janus_server.tokens.detokenize import Detokenizer, StopMatcher, Stops
-from janus_server.types import Delta, Emit, Fault, FinishReason, Load, ModelCard, Request, TokenLogprob
+from janus_server.types import Delta, Emit, Fault, FinishReason, ModelCard, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from janus_server.api.plan import Target
-    from janus_server.flow import Flow
+    from janus_server.flow import Entrance
     from janus_server.tokens.tokenizer import Tokenizer
 
 _NOT_IN_TIME = "the model could not be made ready in time; other models keep its memory busy"
@@ -49,50 +50,10 @@ class News(msgspec.Struct, frozen=True, gc=False):
 Sink = Callable[[list[News]], bool]
 
 
-class Streams:
-    """All open requests of a node by id; one call a step spreads the device thread's report."""
-
-    def __init__(self, opened: Callable[[Request], None] | None = None) -> None:
-        """opened() is told of each request when it comes."""
-        self._open: dict[str, _Answer] = {}
-        self._opened = opened
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, answer: _Answer) -> None:
-        self._open[answer.request.id] = answer
-        if self._opened is not None:
-            self._opened(answer.request)
-
-    def close(self, answer: _Answer) -> None:
-        self._open.pop(answer.request.id, None)
-
-    def loads(self, now: float) -> dict[str, Load]:
-        """What is open of each model that has open requests."""
-        found: dict[str, Load] = {}
-        for answer in self._open.values():
-            so_far = found.get(answer.request.model, Load())
-            age_s = 0.0 if answer.started else now - answer.call.entered_s
-            choices = so_far.choices + sum(not choice.finished for choice in answer.choices)
-            found[answer.request.model] = Load(choices, max(so_far.oldest_s, age_s))
-        return found
-
-    def deliver(self, report: StepReport) -> None:
-        """Emits of requests that nobody reads any more are dropped: their cancel is on its way."""
-        for emit in report.emits:
-            answer = self._open.get(emit.request_id)
-            if answer is not None:
-                if not answer.started and (emit.token is not None or emit.finish is not None):
-                    answer.started = True
-                    answer.call.begun()
-                answer.call.put(answer, emit)
-
-
 class ServedModel:
     """One model as the API sees it. `target` is what requests to it are checked against."""
 
-    def __init__(self, card: ModelCard, target: Target, tokenizer: Tokenizer, flow: Flow, streams: Streams) -> None:
+    def __init__(self, card: ModelCard, target: Target, tokenizer: Tokenizer, flow: Entrance, streams: Streams) -> None:
         self.card = card
         self.target = target
         self.tokenizer = tokenizer
@@ -117,7 +78,7 @@ class Call:
         requests: Sequence[Request],
         matchers: Sequence[Any],
         tokenizer: Tokenizer,
-        flow: Flow,
+        flow: Entrance,
         streams: Streams,
         arrived_s: float | None,
     ) -> None:
@@ -179,6 +140,10 @@ class Call:
         self._started = True
         for answer, matcher in zip(self._answers, self._matchers, strict=True):
             self._flow.device.post(Submit(self._flow.model, answer.request, self.arrived_s, matcher))
+
+    def stop(self) -> None:
+        """What had begun it is gone, before anything came of it: it waits to be begun again."""
+        self._started = False
 
     @property
     def priority(self) -> int:

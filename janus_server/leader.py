@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from typing import Protocol
 
 from janus_server.desk import FrontDesk
 from janus_server.errors import Refused
@@ -22,10 +23,12 @@ from janus_server.orders import (
     Asked,
     Decided,
     Dispatch,
+    Done,
     Event,
     Failed,
     Joined,
     Lost,
+    Observed,
     Offered,
     Order,
     Refit,
@@ -41,6 +44,36 @@ from janus_server.sched.foresight import Forecast
 from janus_server.sched.state import Standing
 
 log = logging.getLogger("janus.leader")
+
+
+async def carried(lifecycle: Lifecycle, order: Order) -> Done | Failed | None:
+    """How an order ended, whatever it met."""
+    try:
+        return await lifecycle.obey(order)
+    except Exception as error:  # a boundary: an order that meets a bug fails, the node lives
+        log.error("order %d (%s) failed", order.id, order.why, exc_info=error)
+        resident = lifecycle.residents[order.model]
+        return Failed(order.id, resident.stage, lifecycle.has_copy(order.model), "the server failed", True)
+
+
+class Leads(Protocol):
+    """What a node asks of whoever leads it: a `Leader` of its own, or its place in a cluster."""
+
+    async def look(self) -> None: ...
+
+    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer: ...
+
+    def settled(self, model: str) -> bool: ...
+
+    def standing(self, model: str) -> Standing: ...
+
+    def forecast(self, model: str) -> Forecast | None: ...
+
+    def lost(self, model: str) -> None: ...
+
+    def observed(self, observed: Observed) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Leader:
@@ -110,6 +143,10 @@ class Leader:
         stage = self._lifecycle.lost(model)
         # Before any report: the Brain must not hand it one more request because it has not heard yet.
         self._tell(Lost(self._node, model, stage, self._lifecycle.has_copy(model)))
+
+    def observed(self, observed: Observed) -> None:
+        """What was measured over the period that ends now."""
+        self.tell(observed)
 
     def changed(self) -> None:
         """Calls came or went: tell the Brain who is wanted now. Several changes within one turn of the loop are one."""
@@ -203,12 +240,7 @@ class Leader:
         self._tell_changes()
 
     async def _carry(self, order: Order) -> None:
-        try:
-            end = await self._lifecycle.obey(order)
-        except Exception as error:  # a boundary: an order that meets a bug fails, the node lives
-            log.error("order %d (%s) failed", order.id, order.why, exc_info=error)
-            resident = self._lifecycle.residents[order.model]
-            end = Failed(order.id, resident.stage, self._lifecycle.has_copy(order.model), "the server failed", True)
+        end = await carried(self._lifecycle, order)
         if end is not None:
             self.tell(end)
 

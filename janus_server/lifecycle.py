@@ -23,9 +23,9 @@ from janus_server.config import ServeConfig
 from janus_server.engine import engine_of
 from janus_server.errors import BadConfig, BadModel
 from janus_server.executor import DeviceThread, Engine
-from janus_server.flow import Desk, Flow
+from janus_server.flow import Desk, Entrance, Flow
 from janus_server.fork import offer_of, want_of
-from janus_server.instance import ServedModel, Streams
+from janus_server.instance import ServedModel
 from janus_server.kernels.table import Kernels
 from janus_server.kv.host import HostCopies
 from janus_server.kv.move import Stopped
@@ -35,6 +35,7 @@ from janus_server.observe.log import decision
 from janus_server.orders import Busy, Done, Failed, KnownModel, Order, Phases, Report, Stage, Verb
 from janus_server.resident import DEADLINES, Deadlines, Laps, Mover, NotNow, Progress, Resident
 from janus_server.sched.scarcity import Scarcity
+from janus_server.streams import Streams
 from janus_server.threads import ended, whole
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.frames import PeerTrouble
@@ -71,7 +72,10 @@ class Lifecycle:
         progress: Progress,
         peering: Peering | None = None,
         deadlines: Deadlines = DEADLINES,
+        front: Callable[[str], Entrance] | None = None,
     ) -> None:
+        """With a front, calls come in through that of their model, and not through what runs it here."""
+        self._front = front
         self._config = config
         self._xtensor = xtensor
         self._kernels = kernels
@@ -121,7 +125,8 @@ class Lifecycle:
                 if resident.served is None:
                     tokenizer = await asyncio.to_thread(tokenizer_of, resident.opened, self._renderers)
                     target = resident.opened.target(tokenizer)
-                    resident.served = ServedModel(self.cards[name], target, tokenizer, resident.flow, self._streams)
+                    flow: Entrance = resident.flow if self._front is None else self._front(name)
+                    resident.served = ServedModel(self.cards[name], target, tokenizer, flow, self._streams)
         return resident.served
 
     async def prepare_engine(self, name: str) -> None:

@@ -12,19 +12,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import msgspec
 
 from janus_server.applications import Applications
 from janus_server.catalogue import OpenedModel, headroom_pages, open_models, scratch_pages
 from janus_server.config import OracleChoice, ServeConfig
-from janus_server.desk import FrontDesk
+from janus_server.desk import FrontDesk, NoDesk
 from janus_server.errors import BadModel, Refused
 from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
 from janus_server.fitting import Fitter, possible
 from janus_server.fork import want_of
-from janus_server.instance import ServedModel, Streams
+from janus_server.instance import ServedModel
 from janus_server.journal import Entry, Journal
 from janus_server.kernels.choose import choose
 from janus_server.kernels.table import Kernels
@@ -32,24 +32,31 @@ from janus_server.kv.host import HostCopies, chunks_for
 from janus_server.kv.touch import Ahead, TouchAhead
 from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.kv.xtensor import XTensor
-from janus_server.leader import Leader
+from janus_server.leader import Leader, Leads
 from janus_server.lifecycle import UNREADABLE, Lifecycle
 from janus_server.model.checkpoint import contents_of
 from janus_server.observe.log import decision
 from janus_server.operate import Operator
-from janus_server.orders import Action, Answer, Done, Event, Failed, Order, Stage, Verb, Wish
+from janus_server.orders import Action, Answer, Event, Stage, Wish
 from janus_server.peers import Peers
 from janus_server.prepared import Prepared
 from janus_server.resident import Progress
 from janus_server.sched.brain import Brain
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.state import BrainSettings
+from janus_server.starting import Start
+from janus_server.streams import Streams
 from janus_server.telemetry import Pool, Telemetry, measured
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import PeerServer
 from janus_server.types import BatcherStats, Load, ModelCard, Owner
 from janus_server.watch import Watch
+
+if TYPE_CHECKING:
+    from janus_server.cluster.hosting import Hosting
+    from janus_server.cluster.meeting import Place
+    from janus_server.cluster.member import Member
 
 log = logging.getLogger("janus.node")
 
@@ -67,39 +74,13 @@ class _Opened:
     xtensor: XTensor
 
 
-class _Start:
-    """Waits until everything that the Brain ordered at start has ended; the first failure is the start's."""
-
-    def __init__(self, trouble: Callable[[str], Exception]) -> None:
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._trouble = trouble
-        self._open: dict[int, Order] = {}
-
-    def all_given(self) -> None:
-        """There are no more orders of the start; with none at all it is over."""
-        if not self._open and not self.over.done():
-            self.over.set_result(None)
-
-    def see(self, news: Event | Action) -> None:
-        if self.over.done():
-            return
-        if isinstance(news, Order):
-            self._open[news.id] = news
-        elif isinstance(news, Failed):
-            order = self._open.pop(news.order)
-            if order.verb is not Verb.FORK or news.lasting:  # after a copy that failed, another way is ordered next
-                self.over.set_exception(self._trouble(order.model))
-        elif isinstance(news, Done):
-            del self._open[news.order]
-            if not self._open:
-                self.over.set_result(None)
-
-
 class Node:
     """What this process serves and with which memory. Lives on the loop's thread."""
 
-    def __init__(self, config: ServeConfig, peering: Peering | None = None) -> None:
-        """With peering, other nodes of this host may copy its weights, and it theirs."""
+    def __init__(self, config: ServeConfig, peering: Peering | None = None, place: Place | None = None) -> None:
+        """With peering, other nodes of this host may copy its weights, and it theirs. With a place, a cluster."""
+        self._place = place
+        self._member: Member | None = None
         self._config = config
         self._peering = peering
         self._peers: PeerServer | None = None
@@ -114,8 +95,8 @@ class Node:
         self._device: DeviceThread | None = None
         self._toucher: TouchAhead | None = None
         self._lifecycle: Lifecycle | None = None
-        self._leader: Leader | None = None
-        self._desk: FrontDesk | None = None
+        self._leader: Leads | None = None
+        self._desk: FrontDesk | NoDesk | None = None
         self.operator: Operator | None = None
         self._prepared: Prepared | None = None
         self._renderers = Renderers()
@@ -206,10 +187,15 @@ class Node:
             lambda model: lifecycle.release_lost(model),
         )  # fmt: skip
         sizes = {one.name: one.placed.total_bytes for one in opened.catalogue}
-        desk = self._desk = FrontDesk(sizes, self._config.max_num_batched_tokens, lambda: leader.changed())
+        tokens = self._config.max_num_batched_tokens
+        desk = FrontDesk(sizes, tokens, lambda: leader.changed())
+        unused = NoDesk(sizes, tokens)
+        member = None if self._place is None else self._join(self._place, unused)
+        here = self._desk = desk if member is None else unused
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            copies, desk, _each(watch.progress, progress), self._peering,
+            copies, here, _each(watch.progress, progress), self._peering,
+            front=None if member is None else member.front.line,
         )  # fmt: skip
         prepared = self._prepared = Prepared(lifecycle, self._config.prepare_bytes)
         peers = None
@@ -222,28 +208,66 @@ class Node:
             await peers.look()
         self.cards = MappingProxyType(lifecycle.cards)
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
-        start = _Start(lifecycle.trouble)
-        name = self._peering.node if self._peering is not None else NODE
-        brain = Brain(self._foresee(opened.catalogue, xtensor.pool.free_pages))
-        if self._config.journal is not None:
-            self._journal = Journal(self._config.journal, brain, log.error)
-        record = _nothing if self._journal is None else self._journal.write
-        see = _each(_each(watch.see, self.telemetry.see), _each(start.see, prepared.see))
-        leader = self._leader = Leader(name, brain, lifecycle, desk, see, record, peers, self._fitter)
+        settings = self._foresee(opened.catalogue, xtensor.pool.free_pages)
+        see = _each(_each(watch.see, self.telemetry.see), prepared.see)
         device.start()
         toucher.start(_ahead(opened.catalogue))
         self._pages, self.free_pages = xtensor.pool.held(), xtensor.pool.free_pages
-        leader.join(xtensor.pool.free_pages, self._config.host_memory_bytes)
+        start = Start(lifecycle.trouble)
+        leads: Leads | None = member
+        if leads is None:
+            leads = leader = self._alone(settings, lifecycle, desk, _each(see, start.see), peers)
+            leader.join(self.free_pages, self._config.host_memory_bytes)
+        self._leader = leads
         self.operator = Operator(
-            leader, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers,
+            leads, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers,
             self.telemetry,
         )  # fmt: skip
         start.all_given()
         await start.over
+        if member is not None:
+            await member.open(self._hosting(settings, lifecycle, see))
         toucher.below(xtensor.pool.high_mark)  # scratch at first; not beside the load, which is waited for
         self._loaded = True
         prepared.start()
-        self.telemetry.start(self._active, leader.tell)
+        self.telemetry.start(self._active, leads.observed)
+
+    def _alone(
+        self, settings: BrainSettings, lifecycle: Lifecycle, desk: FrontDesk, see: Callable[[Event | Action], None],
+        peers: Peers | None,
+    ) -> Leader:  # fmt: skip
+        """The leader of a cluster of one node."""
+        brain = Brain(settings)
+        if self._config.journal is not None:
+            self._journal = Journal(self._config.journal, brain, log.error)
+        record = _nothing if self._journal is None else self._journal.write
+        name = self._peering.node if self._peering is not None else NODE
+        return Leader(name, brain, lifecycle, desk, see, record, peers, self._fitter)
+
+    def _join(self, place: Place, desk: NoDesk) -> Member:
+        """The node's place in its cluster, in a leader's stead."""
+        from janus_server.cluster.member import Member
+
+        self._member = Member(place, self.streams, desk.costs.work_s, self._config.request_timeout_s)
+        return self._member
+
+    def _hosting(self, settings: BrainSettings, lifecycle: Lifecycle, see: Callable[[Event | Action], None]) -> Hosting:
+        from janus_server.cluster.hosting import Hosting, known_models
+
+        return Hosting(
+            lifecycle, self.free_pages, self._config.host_memory_bytes, settings,
+            lambda: known_models(lifecycle, self.telemetry, self._config.applications), see, self.telemetry.counts,
+            self._fitter, self._config.journal,
+        )  # fmt: skip
+
+    def served_by(self, model: str) -> Sequence[str]:
+        """The other nodes of the cluster that take its requests."""
+        return () if self._member is None else self._member.served_by(model)
+
+    @property
+    def guests(self) -> int:
+        """Requests of other nodes that run here."""
+        return 0 if self._member is None else self._member.busy
 
     def _active(self) -> list[str]:
         return [name for name, stage in self.stages().items() if stage is Stage.ACTIVE]
@@ -265,9 +289,15 @@ class Node:
         """True once the memory that the catalogue can use is at hand: no transition has to wait for the system."""
         return self._toucher is not None and self._toucher.finished
 
+    def pause(self, reason: str) -> None:
+        """Refuse new requests of clients; what other nodes of the cluster send is still run."""
+        self._draining = reason
+
     def drain(self, reason: str) -> None:
         """Refuse new requests; running ones go on."""
-        self._draining = reason
+        self.pause(reason)
+        if self._member is not None:
+            self._member.withdraw()
         open_requests = len(self.streams)
         decision(f"no new requests: {reason}; {open_requests} go on", kind="drain", open_requests=open_requests)
 

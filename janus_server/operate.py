@@ -28,7 +28,7 @@ from janus_server.errors import Refused
 from janus_server.executor import DeviceThread
 from janus_server.kv.host import HostCopies
 from janus_server.kv.pages import PagePool
-from janus_server.leader import Leader
+from janus_server.leader import Leads
 from janus_server.lifecycle import Lifecycle
 from janus_server.orders import Answer, Order, Stage, Wish
 from janus_server.peers import Peers, Use
@@ -50,7 +50,7 @@ class Operator:
 
     def __init__(
         self,
-        leader: Leader,
+        leader: Leads,
         lifecycle: Lifecycle,
         device: DeviceThread,
         pool: PagePool,

@@ -87,7 +87,8 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     longest sequence needs; floor_pages of KV are kept for it while it is Active. load_s and wake_s are predictions,
     from bytes over measured bandwidths until the first of each was timed. preload asks for it to be loaded at start, if
     it fits beside those before it. attain is the share of its requests that are to be on time, None where nothing is
-    promised; models of a higher priority get their devices first.
+    promised; models of a higher priority get their devices first. checkpoint is a digest of its files: nodes of one
+    cluster have the same.
     """
 
     model: str
@@ -103,6 +104,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float | None = None
     pinned: bool = False
     preload: bool = True
+    checkpoint: str = ""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,10 @@ def peering_of(config: ServeConfig, folders: Sequence[Path]) -> Peering | None:
     """How this server meets others, if it has a name; in the first usable of `folders` unless told where."""
     if config.node is None:
         return None
-    where = first_usable(folders if config.run_dir is None else [config.run_dir])
+    given = config.run_dir
+    if given is None and config.join is not None and "://" not in config.join:
+        given = first_usable([Path(config.join)]) / "weights"  # the coordinator's files have a folder of their own
+    where = first_usable(folders if given is None else [given])
     return Peering(node=config.node, incarnation=os.urandom(8).hex(), run_dir=where)
 
 

@@ -83,6 +83,13 @@ def folder(raw: Any) -> Path:
     return Path(raw).expanduser().absolute()
 
 
+def meeting(raw: Any) -> str:
+    """An address stays as it is; a folder is made whole."""
+    if not isinstance(raw, str) or not raw:
+        raise ValueError(f"{raw!r} is neither a run directory nor etcd://HOST:2379/NAME")
+    return raw if "://" in raw else str(folder(raw))
+
+
 def file(raw: Any) -> Path:
     if not isinstance(raw, str) or not raw:
         raise ValueError(f"{raw!r} is not a file")

@@ -11,12 +11,13 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import uvloop
@@ -39,11 +40,14 @@ from janus_server.version import server_version
 if TYPE_CHECKING:
     import ssl
 
+    from janus_server.cluster.meeting import Place
     from janus_server.http.listen import Listener
     from janus_server.transfer.rundir import Peering
 
 log = logging.getLogger("janus.serve")
 
+# What a node says when it has nothing left to do for its clients; who watches it waits for that.
+PAUSED: Final = "no request is open here any more"
 # How long requests that were told to end may take to write their last words.
 _LAST_WORDS_S = 2.0
 
@@ -53,6 +57,12 @@ def run(config: ServeConfig) -> int:
     lines = logs.start(sys.stderr, config.log_level.value, config.log_format is LogFormat.JSON)
     tracer = None
     try:
+        if config.nodes > 1:
+            from janus_server.cluster.watch import watch
+
+            return watch(config, sys.argv[1:])
+        if config.join is not None and config.node is None:
+            config = msgspec.structs.replace(config, node=f"n{os.urandom(4).hex()}")
         tracer = None if config.otlp_endpoint is None else Tracer.open(config.otlp_endpoint, server_version())
         keys, tls = keyring.load(config.keys, config.api_key_file), tls_context(config)
         applications.check_keys(config.applications, keys.limits())
@@ -94,7 +104,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop, hurry)
     peering = peering_of(config, run_folders())
-    node = Node(config, peering)
+    node = Node(config, peering, _place(config))
     progress = LoadProgress(sys.stderr)
     opening = asyncio.create_task(node.open(progress.update))
     await asyncio.sleep(0)  # let it begin
@@ -104,6 +114,11 @@ async def _serve(
     server = await Listener.open(config, keys, node, listening, tls, tracer)
     if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
         loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, keys, server))
+    if config.join is not None:
+        pausing: list[asyncio.Task[None]] = []
+        loop.add_signal_handler(
+            signal.SIGUSR1, lambda: pausing.append(asyncio.create_task(_pause(config, node, server)))
+        )
     try:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -122,6 +137,21 @@ async def _serve(
         await asyncio.gather(opening, return_exceptions=True)
         await node.close()
     return 130 if hurry.is_set() else 0
+
+
+def _place(config: ServeConfig) -> Place | None:
+    """Where the node belongs to a cluster: its place there."""
+    if config.join is None or config.node is None:
+        return None
+    from janus_server.cluster.meeting import Place
+    from janus_server.wire.tls import TlsFiles
+
+    certificate, key, ca = config.peer_certfile, config.peer_keyfile, config.peer_cafile
+    tls = None if certificate is None or key is None or ca is None else TlsFiles(certificate, key, ca)
+    return Place(
+        node=config.node, join=config.join, domain=config.domain or "", secret=config.cluster_secret,
+        host=config.peer_host, tls=tls,
+    )  # fmt: skip
 
 
 def _url(config: ServeConfig, listening: socket.socket) -> str:
@@ -157,6 +187,17 @@ def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
     log.info("%d keys are in force", len(keys))
 
 
+async def _pause(config: ServeConfig, node: Node, server: Listener) -> None:
+    """The whole cluster ends: no client is let in, but whatever other nodes wait for is run until all are so far."""
+    node.pause("the server is shutting down")
+    while server.active:
+        await asyncio.sleep(0.02)
+    if config.log_format is LogFormat.JSON:
+        logs.decision(PAUSED, kind="paused", open_requests=0)
+    else:
+        print(f"janus: {PAUSED}", file=sys.stderr)
+
+
 async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: asyncio.Event) -> None:
     """Refuse new requests, let those in progress finish for a while, then end the rest with an error.
 
@@ -171,20 +212,20 @@ async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: async
             logs.decision(sentence, kind="drain", open_requests=server.active)
         else:
             print(f"janus: {sentence}", file=sys.stderr)
-    await _idle(server, config.shutdown_timeout_s, hurry)
-    if server.active:
-        log.warning("ending %d requests before they are complete", server.active)
+    await _idle(lambda: server.active + node.guests, config.shutdown_timeout_s, hurry)
+    if server.active or node.guests:
+        log.warning("ending %d requests before they are complete", server.active + node.guests)
         node.end_all()
-        await _idle(server, _LAST_WORDS_S)
+        await _idle(lambda: server.active + node.guests, _LAST_WORDS_S)
         # Left are those that no model runs, and all of them if the device thread is stuck.
         server.end_all()
-        await _idle(server, _LAST_WORDS_S)
+        await _idle(lambda: server.active, _LAST_WORDS_S)
 
 
-async def _idle(server: Listener, limit_s: float, hurry: asyncio.Event | None = None) -> None:
+async def _idle(active: Callable[[], int], limit_s: float, hurry: asyncio.Event | None = None) -> None:
     """Wait until no request is in progress, at most `limit_s`, and no longer once there is a hurry."""
     deadline = time.monotonic() + limit_s
-    while server.active and time.monotonic() < deadline and not (hurry is not None and hurry.is_set()):
+    while active() and time.monotonic() < deadline and not (hurry is not None and hurry.is_set()):
         await asyncio.sleep(0.02)
 
 
@@ -195,6 +236,7 @@ def _announce(config: ServeConfig, node: Node, url: str, took_s: float, peering:
         lines.append(
             f"  {card.id}: {card.family}, {card.parameters / 1e6:.0f} M parameters, {card.dtype}, "
             f"{format_bytes(card.weight_bytes)} of weights, context {card.context_tokens}, {stages[card.id].value}"
+            + (f", served by {', '.join(away)}" if (away := node.served_by(card.id)) else "")
         )
     pool = format_bytes(config.memory_bytes)
     lines.append(f"  memory {pool}, of it {format_bytes(node.free_pages * config.page_bytes)} free for KV cache")

@@ -26,6 +26,7 @@ from janus_server.readers import (
     switch,
     truth,
 )
+from janus_server.settings_cluster import CLUSTER
 from janus_server.settings_http import HTTP
 
 
@@ -266,6 +267,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "where servers with a --node name meet; yours alone (default $XDG_RUNTIME_DIR/janus or ~/.cache/janus/run)",
         "FOLDER",
     ),
+    *CLUSTER,
     Setting(
         "cache_dir",
         "cache_dir",

@@ -22,7 +22,7 @@ import msgspec
 from janus_server.applications import Application, Applications
 from janus_server.calibrate import Calibration
 from janus_server.executor import StepReport
-from janus_server.orders import Action, Event, Lost, Observed, Order, Verb
+from janus_server.orders import Action, Counts, Event, Lost, Observed, Order, Verb
 from janus_server.sched.oracle_records import Features, Observation, Promise, Subject
 from janus_server.sched.roofline import Physics, physics_of
 from janus_server.sched.shapes import ModelShape
@@ -106,7 +106,10 @@ class Telemetry:
 
     def arrived(self, request: Request) -> None:
         """A request came, and was let in."""
-        self._model(request.model).inputs.add(len(request.prompt))
+        model = self._model(request.model)
+        model.inputs.add(len(request.prompt))
+        model.came += 1
+        model.input_tokens += len(request.prompt)
 
     def ended(self, request: Request, output_tokens: int, on_time: bool | None) -> None:
         """A request is over; on_time None where nothing was promised, or it cannot be judged."""
@@ -115,12 +118,13 @@ class Telemetry:
         if on_time is not None:
             model.judged += 1
             model.on_time += on_time
+            model.all_judged += 1
+            model.all_late += not on_time
 
     def step(self, report: StepReport) -> None:
         """A report of the device thread, with a step or without one."""
-        model = self._models.get(report.model)
-        if model is not None and report.step is not None:
-            model.step(report)
+        if report.step is not None:
+            self._model(report.model).step(report)
 
     def see(self, news: Event | Action) -> None:
         """The leader heard or decided something: a period in which a model was moved says nothing of how it runs."""
@@ -144,6 +148,13 @@ class Telemetry:
             model.clear(period_s)
         self._moved = {name for name in self._moved if name not in active}
         return Observed(found, subjects) if found or subjects else None
+
+    def counts(self) -> dict[str, Counts]:
+        """Totals since the start: of requests where they came, of tokens drawn where that was."""
+        return {
+            name: Counts(one.input_tokens, one.output_tokens, one.all_judged, one.all_late, one.came)
+            for name, one in self._models.items()
+        }
 
     def target(self, model: str) -> float | None:
         """The share of its requests that are to be on time; None where that is not measured."""
@@ -216,6 +227,7 @@ class _Model:
     def __init__(self, name: str) -> None:
         self.busy_share: float | None = None
         self.judged = self.on_time = 0
+        self.came = self.input_tokens = self.output_tokens = self.all_judged = self.all_late = 0
         self._weights, self._kv = Owner(name, PageKind.WEIGHTS), Owner(name, PageKind.KV)
         self.measured: Measured | None = None
         self._calibration: Calibration | None = None
@@ -236,6 +248,7 @@ class _Model:
         # A batcher that was made anew counts from 0.
         drawn = max(0, stats.sampled_tokens - self._sampled)
         self._sampled = stats.sampled_tokens
+        self.output_tokens += drawn
         rows, use = min(drawn, step.tokens), self._use
         use.steps += 1
         use.busy_s += step.total_s

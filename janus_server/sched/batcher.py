@@ -21,7 +21,7 @@ from janus_server.sched.chunk import chunk_of
 from janus_server.sched.placer import Placer
 from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.seen import Seen
-from janus_server.sched.sequence import Sequence, by_seniority
+from janus_server.sched.sequence import Begun, Sequence, by_seniority
 from janus_server.sched.share import share
 from janus_server.types import (
     Batch,
@@ -103,16 +103,23 @@ class Batcher:
         Its longest form fits the memory: the context that the API promises was bounded by it. grammar is the matcher
         that each choice draws under a copy of.
         """
-        require(len(request.prompt) > 0, "a request has at least one prompt token")
-        alone = request.n == 1 and request.max_tokens == 0 and request.prompt_logprobs is None
-        require(request.pooling is None or alone, "an embedding is all that its request asks for")
-        longest_pages = pages_for(len(request.prompt) + request.max_tokens, self.kv.page_tokens)
-        require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
+        self._check(request)
         first = self._new_sequence(request, 0, now, grammar)
         first.siblings = [self._new_sequence(request, index, now, grammar) for index in range(1, request.n)]
         self.changes += 1
         self._enrol(first)
         self._queue(first)
+
+    def resume(self, request: Request, now: float, choices: Seq[Begun]) -> None:
+        """Go on with a request that ran elsewhere: these choices of it are not over. Each has its own pages."""
+        self._check(request)
+        self.changes += 1
+        for begun in choices:
+            seq = self._new_sequence(request, begun.choice, now, begun.grammar)
+            if begun.tokens:
+                seq.go_on(begun.tokens)
+            self._enrol(seq)
+            self._queue(seq)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Forget one choice of a request, or all; unknown ids are fine (the request may just have ended)."""
@@ -329,6 +336,13 @@ class Batcher:
                 self._queue(sibling)
 
     # Book-keeping
+
+    def _check(self, request: Request) -> None:
+        require(len(request.prompt) > 0, "a request has at least one prompt token")
+        alone = request.n == 1 and request.max_tokens == 0 and request.prompt_logprobs is None
+        require(request.pooling is None or alone, "an embedding is all that its request asks for")
+        longest_pages = pages_for(len(request.prompt) + request.max_tokens, self.kv.page_tokens)
+        require(longest_pages <= self.limits.capacity_pages, "a request is longer than the memory holds")
 
     def _end_all(self, finish: FinishReason) -> list[Emit]:
         groups = [[seq, *seq.siblings] for seq in [*self.running, *self.waiting]]

@@ -121,6 +121,14 @@ class Brain:
         """The pool of each model that the fleet decides about."""
         return {member.model: member.pool for member in self._fleet.pools.members}
 
+    def serving(self, model: str) -> tuple[str, ...]:
+        """The nodes that take its requests, as far as is known."""
+        return self._fleet.footing.serving(model) if self._fleet.knows(model) else ()
+
+    def nodes(self) -> tuple[str, ...]:
+        """Those that it leads."""
+        return tuple(self._rooms)
+
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""
         return self._foresight.forecast(model, now + self._clock.lag_s)

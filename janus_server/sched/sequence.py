@@ -5,9 +5,10 @@ The batcher makes sequences and is the only one that writes their fields; `scarc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from janus_server.sched.seen import Seen
+from janus_server.sched.seen import Seen, distinct
 from janus_server.types import PageCopy, Pooling, Promise, Request
 
 # By what a request is served that was promised nothing, or not the one of the two: somebody waits, and then reads.
@@ -25,6 +26,14 @@ class Lane(NamedTuple):
     priority: int
     pace_s: float
     paced: bool
+
+
+class Begun(NamedTuple):
+    """A choice that ran elsewhere: what it has drawn so far, and its grammar's matcher after that."""
+
+    choice: int
+    tokens: tuple[int, ...]
+    grammar: Any = None
 
 
 class Sequence:
@@ -84,6 +93,15 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    def go_on(self, tokens: Iterable[int]) -> None:
+        """It has drawn these elsewhere, and told of them and of its prompt."""
+        self.tokens += tokens
+        self.first, self.cached, self.read = False, 0, self.to_read
+        if self.request.sampling.needs_history:
+            self.seen = Seen(distinct(self.request.prompt))
+            for token in self.tokens[len(self.request.prompt) :]:
+                self.seen.add(token)
 
     def drew(self, now: float) -> None:
         """A token came: when the next one is due."""

@@ -146,10 +146,14 @@ Told = (
 
 
 class Table(msgspec.Struct, frozen=True, tag=True):
-    """Where each model is served, the best node first: what nodes route by while no leader answers."""
+    """Where each model is served, the best node first: what nodes route by while no leader answers.
+
+    nodes are those that the leader has been told of: whoever misses itself presents itself again.
+    """
 
     number: Number
     routes: dict[str, tuple[str, ...]]
+    nodes: tuple[str, ...] = ()
 
 
 Given = Order | Dispatch | Refuse | Answer | Table

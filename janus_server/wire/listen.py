@@ -140,11 +140,11 @@ class WireListener:
         )
         if request.path != PATH or not answer.can_prepare(request).ok:
             return web.Response(status=404)
-        await answer.prepare(request)
         try:
+            await answer.prepare(request)
             met = await self._meet(answer, cast(_Guest, request.protocol), request.remote or "")
         except (ConnectionError, RuntimeError):  # aiohttp raises the latter where its end is closed already
-            return answer
+            return answer if answer.prepared else web.Response(status=400)
         serving = self._serving(met.peer) if isinstance(met, Met) else met
         if isinstance(met, Met) and isinstance(serving, Serving):
             await self._converse(serving, answer, met.role)

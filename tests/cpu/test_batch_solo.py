@@ -27,8 +27,9 @@ from janus_server.api.plan import Target
 from janus_server.executor import Cancel, StepReport, Submit
 from janus_server.flow import AtOnce, Flow
 from janus_server.grammar.compile import Grammars
-from janus_server.instance import Call, ServedModel, Streams
+from janus_server.instance import Call, ServedModel
 from janus_server.kernels.table import DType
+from janus_server.streams import Streams
 from janus_server.types import FinishReason, Grammar, GrammarKind, Pooling, Request, Sampling
 
 VOCAB, EOS = 320, 2

@@ -13,7 +13,8 @@ from janus_server.api.plan import Target
 from janus_server.errors import Bug
 from janus_server.executor import Cancel, StepReport, Submit
 from janus_server.flow import AtOnce, Flow
-from janus_server.instance import Call, ServedModel, Streams
+from janus_server.instance import Call, ServedModel
+from janus_server.streams import Streams
 from janus_server.types import Delta, Emit, FinishReason, Request, Sampling, TokenLogprob
 
 EOS = 2

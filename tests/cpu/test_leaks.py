@@ -26,10 +26,10 @@ from bench.churn import Account, Ask, Fate, churn, play
 from janus_server.config import serve_config
 from janus_server.executor import StepReport
 from janus_server.http.listen import Listener
-from janus_server.instance import Streams
 from janus_server.keys import KeyRing
 from janus_server.kv.prefix import PrefixCache
 from janus_server.node import Node
+from janus_server.streams import Streams
 from janus_server.types import PageKind
 
 

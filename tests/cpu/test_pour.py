@@ -11,7 +11,8 @@ from fake_engine import ByteTokenizer
 from janus_server.errors import Bug
 from janus_server.executor import StepReport
 from janus_server.flow import AtOnce, Flow
-from janus_server.instance import ServedModel, Streams
+from janus_server.instance import ServedModel
+from janus_server.streams import Streams
 from janus_server.types import Emit, FinishReason, Request
 
 

@@ -16,7 +16,8 @@ from harness import fuzz
 
 from janus_server.executor import Cancel, StepReport
 from janus_server.flow import AtOnce, Flow
-from janus_server.instance import ServedModel, Streams
+from janus_server.instance import ServedModel
+from janus_server.streams import Streams
 from janus_server.types import Delta, Emit, FinishReason, Request
 
 # Alphabets as small as can be: stop strings must overlap themselves and each other all the time.

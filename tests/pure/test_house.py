@@ -33,6 +33,7 @@ PURE = (
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
     "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
     "coordinator/records.py", "coordinator/lease.py",
+    "cluster/tickets.py", "cluster/tally.py", "cluster/windows.py", "cluster/files.py", "cluster/said.py",
     "wire/trouble.py", "wire/frames.py", "wire/pieces.py", "wire/items.py", "wire/handshake.py", "wire/doorman.py",
     "wire/pulse.py", "wire/credits.py", "wire/post.py",
 )  # fmt: skip

@@ -1,0 +1,330 @@
+"""One node's place in a cluster: it follows whoever leads, leads when it is elected, and runs requests for others.
+
+`node` makes one instead of a `leader.Leader` and uses it in the same way. Here meet the coordinator (who is there, who
+leads), the links to all others, the front (calls that came here), the guests (requests of others) and the follower
+(orders). What crosses a link is checked here once more against who said it. Lives on the loop; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from janus_server.cluster.election import Election
+from janus_server.cluster.follow import Follower
+from janus_server.cluster.front import Front
+from janus_server.cluster.guests import Guests
+from janus_server.cluster.hosting import Hosting
+from janus_server.cluster.meeting import Meeting, Place
+from janus_server.cluster.tally import changed
+from janus_server.cluster.tickets import aged, dated
+from janus_server.errors import BadConfig
+from janus_server.flow import Flow
+from janus_server.orders import (
+    Answer,
+    Asked,
+    Counted,
+    Counts,
+    Dispatch,
+    Joined,
+    Lost,
+    Observed,
+    Order,
+    Refuse,
+    Report,
+    Traffic,
+    Wish,
+)
+from janus_server.sched.foresight import Forecast
+from janus_server.sched.state import Standing
+from janus_server.wire.frames import Give, Given, Outcome, Run, Table, Told
+from janus_server.wire.handshake import Identity
+from janus_server.wire.serving import Answering
+from janus_server.wire.trouble import Trouble
+
+if TYPE_CHECKING:
+    from janus_server.streams import Streams
+
+log = logging.getLogger("janus.cluster")
+
+BEAT_S: Final = 0.5
+# A leader says something every second. One that has not for so long is not waited for: the last table says where
+# models are. An election takes some two seconds.
+SILENCE_S: Final = 3.0
+# A node that its leader does not know says so at most this often.
+_AGAIN_S: Final = 1.0
+# How long a start waits for models that somebody is to load, once it knows its leader.
+_MODELS_S: Final = 15.0
+_ASKED_S: Final = 3.0
+
+
+class Member:
+    """Made before the node's models are opened (`line` is what their calls enter), and opened after them."""
+
+    def __init__(
+        self, place: Place, streams: Streams, work_s: Callable[[str, int], float], request_s: float | None
+    ) -> None:  # fmt: skip
+        self.node = place.node
+        self._meeting = Meeting(place, self)
+        self.front = Front(place.node, streams, self, work_s, self._meeting.link, self._changed, request_s)
+        self.guests = Guests(lambda: self._hosting.lifecycle, streams, lambda: self._closing is not None)
+        self._hosting: Hosting
+        self._follower: Follower
+        self._election: Election
+        self._presented: tuple[int, str] | None = None
+        self._presented_s = 0.0
+        self._presenting: asyncio.Task[None] | None = None
+        self._opened = False
+        self._refused = ""
+        self._voice_s = time.monotonic()
+        self._due = False
+        self._counted: dict[str, Counts] = {}
+        self._table: Table | None = None
+        self._asked_s: dict[str, float] = {}
+        self._beating: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def open(self, hosting: Hosting) -> None:
+        """Join, and wait until somebody leads and knows this node. BadConfig where it cannot belong to the cluster."""
+        self._hosting, self._opened = hosting, True
+        self._follower = Follower(
+            self.node, hosting.lifecycle, hosting.pool_pages, hosting.host_bytes, self._meeting.where,
+            hosting.known, self.tell, hosting.seen,
+        )  # fmt: skip
+        self._election = Election(self.node, hosting, self._meeting, self._given_here)
+        await self._meeting.open()
+        self._beating = asyncio.create_task(self._beat())
+        self._beating.add_done_callback(_say_why)
+        await self._started()
+
+    def flow(self, model: str) -> Flow:
+        """What runs a model's requests on this node."""
+        return self._hosting.lifecycle.residents[model].flow
+
+    def served_by(self, model: str) -> list[str]:
+        """The other nodes that take its requests, as far as the leader said."""
+        routes = () if self._table is None else self._table.routes.get(model, ())
+        return [node for node in routes if node != self.node]
+
+    @property
+    def busy(self) -> int:
+        """Requests of other nodes that run here."""
+        return len(self.guests)
+
+    def withdraw(self) -> None:
+        """Take nothing more, and lead no more: what runs here goes on."""
+        if self._closing is None:
+            self.front.closing = True
+            self._follower.withdraw()
+            self._closing = asyncio.create_task(self._meeting.resign())
+
+    async def close(self) -> None:
+        """Leave. What runs here for others ends."""
+        tasks = [task for task in (self._beating, self._presenting, self._closing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._opened:
+            await self._election.end()
+            await self._meeting.close()
+            await self._follower.close()
+        await self.guests.close()
+
+    # What the node asks of whoever leads
+
+    async def look(self) -> None:
+        """Whose weights may be copied the leader knows by itself."""
+
+    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
+        """An operator's wish for this node. Where another one leads, it answers later, in the log."""
+        asked = Asked(model, wish, source, self.node)
+        self._asked_s[model] = time.monotonic()
+        if (lead := self._election.lead) is not None:
+            return lead.ask(asked)
+        view = self._meeting.view
+        if view.leader is None:
+            return Answer(model, False, "the cluster has no leader at the moment; ask again")
+        self.tell([asked])
+        return Answer(model, True, f"passed on to {view.leader.name}, which leads")
+
+    def settled(self, model: str) -> bool:
+        brain = self._election.brain
+        if brain is not None and self.node in brain.nodes():
+            return brain.settled(self.node, model)
+        asked_s = self._asked_s.get(model)
+        return self._follower.settled(model) and (asked_s is None or time.monotonic() - asked_s > _ASKED_S)
+
+    def standing(self, model: str) -> Standing:
+        brain = self._election.brain
+        if brain is not None and self.node in brain.nodes():
+            return brain.standing(self.node, model)
+        resident = self._hosting.lifecycle.residents[model]
+        known = resident.opened.known()
+        return Standing(known.pinned, False, None, known.load_s, known.wake_s)
+
+    def forecast(self, model: str) -> Forecast | None:
+        brain = self._election.brain
+        return None if brain is None else brain.forecast(model, time.monotonic())
+
+    def lost(self, model: str) -> None:
+        """The device thread tore the model's instance down."""
+        self._follower.lost(model)
+
+    def observed(self, observed: Observed) -> None:
+        self._follower.observed(observed)
+
+    # Telling
+
+    def tell(self, events: Sequence[Told]) -> None:
+        """Bring events to whoever leads. Where nobody does they are dropped: the next one is told what there is."""
+        term, leader = self._meeting.term, self._meeting.view.leader
+        if leader is None or self._presented != (term, self._meeting.incarnation):
+            return
+        if leader.name == self.node:
+            self._election.hear(self.node, term, events)
+            return
+        link = self._meeting.link(leader.name)
+        if link is not None and not link.asking.tell(term, aged(events, time.monotonic())):
+            link.asking.forget_told()
+            self._presented = None  # too much is missing: from the beginning
+
+    def _changed(self) -> None:
+        """Calls came or went: several changes within one turn of the loop are told together."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._tell_traffic)
+
+    def _tell_traffic(self) -> None:
+        self._due = False
+        if self._presented is not None and (traffic := self.front.take()) is not None:
+            self.tell([traffic])
+
+    def present(self) -> None:
+        """Tell whoever leads now what there is here, unless that was done."""
+        if self._presenting is None or self._presenting.done():
+            self._presenting = asyncio.create_task(self._present())
+            self._presenting.add_done_callback(_say_why)
+
+    async def _present(self) -> None:
+        while self._meeting.view.leader is not None:
+            now = (self._meeting.term, self._meeting.incarnation)
+            if self._presented == now:
+                return
+            self._presented = None
+            await self._follower.calm()
+            if now != (self._meeting.term, self._meeting.incarnation):
+                continue
+            self._presented, self._presented_s = now, time.monotonic()
+            self._counted = {}
+            self.tell([*self._follower.introduction(), Traffic(self.front.tickets())])
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.present()
+            counts = dict(self._hosting.counts())
+            news = changed(counts, self._counted)
+            self._counted = counts
+            report = self._follower.report()
+            events: list[Told] = [*([report] if report else []), *([Counted(news)] if news else [])]
+            if events:
+                self.tell(events)
+            self.front.look(time.monotonic() - self._voice_s < SILENCE_S)
+
+    async def _started(self) -> None:
+        """Until the leader has said where models are, and somebody serves those that are to be loaded at start."""
+        awaited = {one.model for one in self._hosting.lifecycle.known() if one.preload}
+        since_s = None
+        while True:
+            await asyncio.sleep(0.02)
+            if self._refused:
+                raise BadConfig(self._refused)
+            now, table = time.monotonic(), self._table
+            if table is not None and self.node in table.nodes:
+                since_s = since_s or now
+                if now - since_s > _MODELS_S or all(table.routes.get(model) for model in awaited):
+                    return
+
+    # What others say (`meeting.Hears` and `wire.Station`)
+
+    def led(self) -> None:
+        self.present()
+
+    def elected(self, term: int) -> None:
+        self._election.begin(term)
+
+    async def deposed(self) -> None:
+        await self._election.end()
+
+    def came(self, node: str) -> None:
+        if self._election.lead is not None:
+            self._election.lead.came(node)
+
+    def gone(self, node: str) -> None:
+        if self._election.lead is not None:
+            self._election.lead.left(node)
+
+    def answered(self, term: int, number: int, outcome: Outcome) -> None:
+        lead = self._election.lead
+        if lead is not None and lead.term == term:
+            lead.outcome(number, outcome)
+
+    def term(self) -> int:
+        return self._meeting.term
+
+    def heard(self, peer: Identity, term: int, events: Sequence[Told]) -> None:
+        theirs = [event for event in dated(events, time.monotonic()) if _of(event) in (None, peer.node)]
+        self._election.hear(peer.node, term, theirs)
+
+    def given(self, peer: Identity, give: Give, until_s: float) -> Outcome:
+        leader = self._meeting.view.leader
+        if leader is None or leader.name != peer.node:
+            return Outcome.STALE
+        return self._take(give.action)
+
+    def run(self, run: Run, answer: Answering) -> Trouble | None:
+        return self.guests.run(answer)
+
+    def cancel(self, answer: Answering, index: int | None) -> None:
+        self.guests.cancel(answer, index)
+
+    def _given_here(self, number: int, action: Given) -> None:
+        """This node leads, and gives itself something."""
+        outcome, lead = self._take(action), self._election.lead
+        if lead is not None:
+            lead.outcome(number, outcome)
+
+    def _take(self, action: Given) -> Outcome:
+        self._voice_s = time.monotonic()
+        match action:
+            case Order():
+                return self._follower.obey(action)
+            case Dispatch(node, requests):
+                self.front.begin(requests, node)
+            case Refuse():
+                self.front.refuse(action)
+            case Table():
+                self._table = action
+                self.front.route(action.routes)
+                late = time.monotonic() - self._presented_s > _AGAIN_S
+                if self.node not in action.nodes and late and self._closing is None:
+                    self._presented = None
+                    self.present()
+            case Answer("", False, why):
+                self._refused = why
+            case Answer(model, accepted, why):
+                log.info("%s: the leader %s: %s", model, "accepts" if accepted else "refuses", why)
+        return Outcome.APPLIED
+
+
+def _of(event: Told) -> str | None:
+    """The node that an event is about, where it is about one."""
+    return event.node if isinstance(event, Joined | Report | Lost | Asked) else None
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the node says nothing more to its leader", exc_info=error)

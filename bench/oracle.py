@@ -27,7 +27,7 @@ from janus_server.bounded import Workers  # house: exempt — what is measured i
 from janus_server.errors import BadConfig, require
 from janus_server.sched import oracle_records
 from janus_server.sched.oracle import Ask, Oracle, OracleSettings
-from janus_server.sched.oracle_prior import expect, physics_and_limits, table_of, traffic_of
+from janus_server.sched.oracle_prior import expect, numbers_of, physics_and_limits, table_of, traffic_of
 from janus_server.sched.oracle_records import OUTPUTS, Features, FitRequest, Fitted, Observation, Subject
 
 from .oracle_plots import draw
@@ -195,7 +195,7 @@ def _busiest(recorded: Recorded) -> float:
     inputs, outputs = recorded.requests.inputs, recorded.requests.outputs
     features = Features(0.0, 1.0, *(float(x) for x in (inputs.mean(), inputs.var(), outputs.mean(), outputs.var())))
     rates = np.exp(np.linspace(np.log(1e-3), np.log(2e3), 300))
-    physics, limits = physics_and_limits([recorded.subject])
+    physics, limits = physics_and_limits([numbers_of(recorded.subject)])
     odds = expect(physics, limits, traffic_of(table_of([features]), 1.0 / rates[None])).log_odds[0]
     above = np.flatnonzero(odds > 0.0)
     return float(rates[above[-1]]) if len(above) else float(rates[0])

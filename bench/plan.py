@@ -19,23 +19,29 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from janus_server.errors import BadConfig
 from janus_server.units import format_seconds
 
-from .serve_options import Parser
+from .serve_options import Parser, count, fraction
 from .simulator import devices, policies, scenario, spec
-from .simulator.attempts import How, attempt, with_nodes
+from .simulator.attempts import How, attempt, check_since, with_nodes
 from .simulator.batching import Rules
 from .simulator.columns import amount, share
 from .simulator.plan import Judge, Plan, Trial, search, sentences, trial_of, worst
 from .simulator.records import Scenario
 from .simulator.summary import summarise
+from .writable import check_file
+
+_MOST_SEEDS: Final = 1000
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    check_file(options.json)
     asked = _largest(options)
+    check_since(asked[0], options.since)
     policies.make(options.policy, asked[0])  # what cannot be had is said before anything runs
     print(f"{asked[0].name}: {options.policy}, {options.fidelity}, {share(options.target)} of {options.judge}")
     plan = search(functools.partial(_attempt, asked, options), options.target, first=options.first, most=options.most)
@@ -106,13 +112,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("janus plan", __doc__ or "")
     parser.add_argument("--scenario", default="smoke", metavar="FILE|NAME", help="as janus simulate --list names them")
     parser.add_argument("--policy", default="janus", metavar="NAME")
-    parser.add_argument("--target", type=float, default=0.95, metavar="SHARE", help="of promises to keep (0.95)")
+    parser.add_argument("--target", type=fraction, default=0.95, metavar="SHARE", help="of promises to keep (0.95)")
     parser.add_argument("--judge", choices=[judge.value for judge in Judge], default="overall",
                         help="of all requests, of the worst hour's, or of the worst application's")  # fmt: skip
     parser.add_argument("--fidelity", choices=devices.FIDELITIES, default="fluid")
     parser.add_argument("--first", type=int, default=1, metavar="N", help="devices to begin with")
     parser.add_argument("--most", type=int, default=1024, metavar="N", help="devices to end with")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=count, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many, from --seed on: the worst counts")
     parser.add_argument("--since", type=float, metavar="S",
                         help="count requests from this second on; default: as the scenario says, else 0")  # fmt: skip
@@ -121,8 +127,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse(arguments)
-    if options.seeds < 1:
-        parser.error("--seeds: at least 1")
+    if not 1 <= options.seeds <= _MOST_SEEDS:
+        parser.error(f"--seeds: 1 to {_MOST_SEEDS}")
+    if not 1 <= options.first <= options.most:
+        parser.error(f"--first {options.first} --most {options.most}: from 1 on, and no fewer at the end")
     return options
 
 

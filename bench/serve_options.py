@@ -29,7 +29,11 @@ Put load on any OpenAI-compatible server and tell what its clients would feel.
 
 
 class Described(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """A description as it was written, and every default behind its help."""
+    """A description as it was written, and the default behind the help of what has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_one = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if has_one else action.help
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,8 +106,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--self-timed", action=argparse.BooleanOptionalAction, default=True, help="a trace's own times, or a rate")
     add("--speed", type=float, default=1.0, metavar="X", help="replay a trace X times as fast")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="give a request up after so long")
-    add("--num-warmups", type=_count, default=0, metavar="N", help="requests to each model before the run, not counted")
-    add("--seed", type=_count, default=0, metavar="N")
+    add("--num-warmups", type=count, default=0, metavar="N", help="requests to each model before the run, not counted")
+    add("--seed", type=count, default=0, metavar="N")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +118,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--random-output-len", type=_positive, default=128, metavar="N", help="answer tokens")
     add("--output-len", type=_positive, metavar="N", help="answer tokens, whatever the data set")
     add("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths vary by ± this share")
-    add("--random-prefix-len", type=_count, default=0, metavar="N", help="further tokens that all prompts begin with")
+    add("--random-prefix-len", type=count, default=0, metavar="N", help="further tokens that all prompts begin with")
     add("--sharegpt-output-len", type=_positive, metavar="N", help="instead of the recorded answers' lengths")
     add("--custom-output-len", type=_positive, default=256, metavar="N", help="for lines that name none")
     add("--disable-shuffle", action="store_true", help="keep a file's order")
@@ -181,8 +185,31 @@ def _positive(text: str) -> int:
     return _bounded(text, 1, 1 << 40)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     return _bounded(text, 0, 1 << 62)
+
+
+def fraction(text: str) -> float:
+    """Of promises and the like: above 0 and at most 1."""
+    value = _number(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and at most 1")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = _number(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _number(text: str) -> float:
+    """What is no number is NaN, which lies in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _bounded(text: str, low: int, high: int) -> int:
@@ -192,10 +219,7 @@ def _bounded(text: str, low: int, high: int) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value

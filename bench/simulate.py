@@ -21,11 +21,12 @@ from typing import Final
 from janus_server.errors import BadConfig, Bug
 from janus_server.suggest import nearest
 
-from .serve_options import Parser
+from .serve_options import Parser, count
 from .simulator import devices, policies, report, scenario, spec
-from .simulator.attempts import How, attempt, device_of, pairs
-from .simulator.batching import Rules
+from .simulator.attempts import How, attempt, check_since, device_of, pairs
+from .simulator.batching import Rules, check_room
 from .simulator.records import Scenario
+from .writable import check_folder
 
 _DEFAULT: Final = "smoke"
 
@@ -41,21 +42,31 @@ def main(arguments: Sequence[str]) -> int:
     asked = scenario.read(options.scenario, options.seed, pairs(options.set))
     rules = Rules(parts=options.memory_parts, one_prompt_at_a_time=options.one_prompt)
     how = How(options.fidelity, rules, options.since, options.fit, options.quiet)
+    for burst_s in options.burst:
+        if not 0.0 <= burst_s < asked.duration_s:
+            raise BadConfig(f"--burst {burst_s:g}: scenario {asked.name} goes from second 0 to {asked.duration_s:g}")
+    check_since(asked, options.since)
+    check_room(asked, rules)
     names = list(dict.fromkeys(options.policy))
     for name in names:
         policies.make(name, asked)  # what cannot be had is said before anything runs
     if options.explain is not None:
         return _explain(asked, names[0], how, options.explain)
-    records, broken = {}, 0
+    check_folder(options.out)
+    records, broken, stopped = {}, 0, False
     for name in names:
         try:
             records[name] = attempt(asked, name, how)
         except Bug as error:
             print(f"{name} broke off: {error}", file=sys.stderr)
             broken += 1
+        except KeyboardInterrupt:
+            print(f"{name} was interrupted" + "; the others follow" * bool(records), file=sys.stderr)
+            stopped = True
+            break
     if records:
         report.write(records, options.out, bursts_s=options.burst or asked.bursts_s)
-    return 1 if broken else 0
+    return 130 if stopped else 1 if broken else 0
 
 
 def _explain(asked: Scenario, name: str, how: How, request: int) -> int:
@@ -82,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
                         help="one or several, compared; default: janus")  # fmt: skip
     parser.add_argument("--fidelity", default="fluid", metavar="step|fluid",
                         help="of devices: every step with the live batcher, or rates; default: fluid")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random; default: 0")
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of all that is random; default: 0")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="something else than the scenario says, such as factor=2 or cluster.hosts=4")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, figures and report.html there")
@@ -92,7 +103,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
                         help="count requests from this second on; default: as the scenario says, else 0")  # fmt: skip
     parser.add_argument("--explain", type=int, metavar="REQUEST", help="tell one request's story, by its number")
     parser.add_argument("--fit", action="store_true", help="let the oracle learn (slow; needs torch and gpytorch)")
-    parser.add_argument("--memory-parts", type=int, default=0, metavar="N",
+    parser.add_argument("--memory-parts", type=count, default=0, metavar="N",
                         help="each device's memory in N fixed parts: xTensor off; default: 0, one pool")  # fmt: skip
     parser.add_argument("--one-prompt", action="store_true", help="no two prompts in one step of a device")
     parser.add_argument("--quiet", action="store_true", help="the table alone: no progress, no times")

@@ -26,12 +26,14 @@ import numpy as np
 
 from janus_server.orders import Action, Order, Stage
 
+from .serve_options import Parser, count
 from .simulator import policies, scenario
 from .simulator.attempts import device_of, pairs
 from .simulator.batching import Rules
 from .simulator.records import Device, NodeSpec, Outcome, Scenario
 from .simulator.run import run
 from .simulator.taped import Taped, outcomes, play
+from .writable import check_file
 
 _SCENARIO: Final = "day62"
 _SLICE: Final = {"start_s": "36000", "duration_s": "660", "since_s": "60"}
@@ -48,6 +50,14 @@ class Told(NamedTuple):
     ttft_s: float
     tpot_s: float
     took_s: float
+
+
+class _Ran(NamedTuple):
+    """A run of one fidelity: outcomes are by the request's number, tapes of what each device was told."""
+
+    told: Told
+    outcomes: dict[int, Outcome]
+    tapes: list[Taped]
 
 
 class _Kept:
@@ -76,17 +86,18 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     chosen = dict(_SLICE) if options.scenario == _SCENARIO else {}
     asked = scenario.read(options.scenario, options.seed, chosen | pairs(options.set))
+    check_file(options.json)
+    for name in options.policy:
+        policies.make(name, asked)  # what cannot be had is said before anything runs
     print(f"{asked.name}, {asked.duration_s:g} s, counted from {asked.since_s:g} s on, seed {asked.seed}, "
           f"{len(asked.nodes)} devices; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")  # fmt: skip
     print("  policy           fidelity  requests        on time          mean TTFT           mean TPOT       took")
     figures = {}
     for name in dict.fromkeys(options.policy):
-        step, same, tapes = _run(asked, name, "step")
-        fluid, other, _ = _run(asked, name, "fluid")
-        again = _replayed(asked, tapes, same)
-        told = {"step": step, "fluid": fluid, "replayed": again}
+        step, fluid = _run(asked, name, "step"), _run(asked, name, "fluid")
+        told = {"step": step.told, "fluid": fluid.told, "replayed": _replayed(asked, step.tapes, step.outcomes)}
         _print(name, told)
-        moved = sum(same[call].node != other[call].node for call in same.keys() & other.keys()) / max(1, len(same))
+        moved = _moved(step.outcomes, fluid.outcomes)
         print(f"  {'':16} {moved:.0%} of the requests were served by another device in fluid")
         figures[name] = {label: one._asdict() for label, one in told.items()} | {"moved": moved}
     print(f"  * beyond {_CLOSE:.0%}, or {_CLOSE_POINTS:.0f} point of attainment")
@@ -95,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(asked: Scenario, policy: str, fidelity: str) -> tuple[Told, dict[int, Outcome], list[Taped]]:
+def _run(asked: Scenario, policy: str, fidelity: str) -> _Ran:
     kept, rules = _Kept(asked.since_s), Rules()
     tapes: list[Taped] = []
     make = device_of(asked, fidelity, rules)
@@ -105,7 +116,12 @@ def _run(asked: Scenario, policy: str, fidelity: str) -> tuple[Told, dict[int, O
         return tapes[-1]
 
     done = run(asked, functools.partial(policies.make, policy, asked), taped, kept, rules)
-    return _told(asked, kept.outcomes, done.took_s), kept.outcomes, tapes
+    return _Ran(_told(asked, kept.outcomes, done.took_s), kept.outcomes, tapes)
+
+
+def _moved(step: Mapping[int, Outcome], fluid: Mapping[int, Outcome]) -> float:
+    """The share of requests that another device served."""
+    return sum(step[call].node != fluid[call].node for call in step.keys() & fluid.keys()) / max(1, len(step))
 
 
 def _replayed(asked: Scenario, tapes: Sequence[Taped], known: dict[int, Outcome]) -> Told:
@@ -122,8 +138,11 @@ def _told(asked: Scenario, outcomes: dict[int, Outcome], took_s: float) -> Told:
     )
     ttft_s = [one.ttft_s for one in ended if one.ttft_s is not None]
     tpot_s = [one.tpot_s for one in ended if one.call.output_tokens > 1]
-    means = (float(np.mean(column)) if column else 0.0 for column in (ttft_s, tpot_s))
-    return Told(len(outcomes), len(ended), good / max(1, len(outcomes)), *means, took_s)
+    return Told(len(outcomes), len(ended), good / max(1, len(outcomes)), _mean(ttft_s), _mean(tpot_s), took_s)
+
+
+def _mean(column: Sequence[float]) -> float:
+    return float(np.mean(column)) if column else 0.0
 
 
 def _print(name: str, told: Mapping[str, Told]) -> None:
@@ -145,15 +164,13 @@ def _off(step: float, one: float) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="janus bench simulate_agreement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("janus bench simulate_agreement", __doc__ or "")
     parser.add_argument("--scenario", default=_SCENARIO, metavar="FILE|NAME", help=f"default: a slice of {_SCENARIO}")
     parser.add_argument("--policy", nargs="+", default=["static", "janus"], metavar="NAME")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=count, default=0)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(arguments)
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

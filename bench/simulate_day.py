@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from janus_server.errors import BadConfig, Bug
 
-from .serve_options import Parser
+from .serve_options import Parser, count
 from .simulator import devices, figures, peaks, policies, report, scenario, spec
 from .simulator.attempts import How, attempt, pairs, with_nodes
 from .simulator.columns import amount, share
 from .simulator.records import Scenario
 from .simulator.summary import summarise
+from .writable import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,23 +39,28 @@ _KINDS: Final = ("ttft", "tpot", "overall")
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    check_folder(options.out)
     given = pairs(options.set)
     if not {"hosts", "cluster.hosts"}.isdisjoint(given):
         raise BadConfig("--set hosts: the trace's peaks say how many there are; --devices says it instead")
     asked, whole_hosts = _sized(options, given)
     for name in options.policy:
         policies.make(name, asked)  # what cannot be had is said before anything runs
-    records = {}
+    records, stopped = {}, False
     for name in dict.fromkeys(options.policy):
         try:
             records[name] = attempt(asked, name, How(options.fidelity, quiet=options.quiet))
         except Bug as error:
             print(f"{name} broke off: {error}", file=sys.stderr)
             continue
+        except KeyboardInterrupt:
+            print(f"{name} was interrupted" + "; the others follow" * bool(records), file=sys.stderr)
+            stopped = True
+            break
         for line in _cost(name, summarise(records[name]), len(asked.nodes), whole_hosts):
             print(line, flush=True)
     if not records:
-        return 1
+        return 130 if stopped else 1
     found = report.write(records, options.out)
     for line in hours(found):
         print(line)
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"wrote {figures.picture(options.out / 'hours.png', functools.partial(_paint, found), 9.0)}")
         except BadConfig as error:
             print(f"no picture: {error}")
+    if stopped:
+        return 130
     return 0 if len(records) == len(set(options.policy)) else 1
 
 
@@ -127,7 +135,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
                         help=f"default: {' '.join(_POLICIES)}")  # fmt: skip
     parser.add_argument("--devices", type=int, default=0, metavar="N", help="instead of what the peaks take")
     parser.add_argument("--fidelity", choices=devices.FIDELITIES, default="fluid", help="default: fluid")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, figures and report.html there")
     parser.add_argument("--quiet", action="store_true", help="no progress")

@@ -31,7 +31,7 @@ SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _FITTED: Final = (1, 4, 16)
 _ONE_KERNEL: Final = 16  # rows
 _PROMPT_TOKENS: Final = 8
-_OUTPUTS: Final = (8, 24)
+_OUTPUTS: Final = (8, 48)
 _GRID: Final = 400
 _TARGET: Final = 0.15
 

@@ -22,9 +22,11 @@ from janus_server.sched.roofline import ASCEND_910C
 from janus_server.sched.shapes import ModelShape
 from janus_server.sched.source import Origin
 
+from .serve_options import Parser
 from .simulator import constants
 from .simulator.physics import load_s, shard_bytes, slowdown, start_s
 from .simulator.records import ModelSpec
+from .writable import check_file
 
 
 class Row(NamedTuple):
@@ -63,6 +65,7 @@ _PAPER_SLOWDOWN: Final = 0.057
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    check_file(options.json)
     rows = table()
     _print(rows)
     if options.json is not None:
@@ -126,11 +129,9 @@ def _beside(ours_s: float, paper_s: float | None, fitted: bool) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="janus bench simulate_loads", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("janus bench simulate_loads", __doc__ or "")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(arguments)
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

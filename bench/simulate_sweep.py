@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Final
 from janus_server.errors import BadConfig
 from janus_server.units import format_seconds
 
-from .serve_options import Parser
-from .simulator import devices, figures, policies, scenario
-from .simulator.attempts import How, attempt, pairs
+from .serve_options import Parser, above_zero, count, fraction
+from .simulator import devices, figures, policies, scenario, spec
+from .simulator.attempts import How, attempt, check_since, pairs
 from .simulator.batching import Rules
 from .simulator.columns import share
 from .simulator.plan import Judge, judged
 from .simulator.summary import summarise
 from .simulator.sweep import Limit, search
+from .writable import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,12 +42,16 @@ _POLICIES: Final = ("janus", "blitzscale", "prism", "serverlessllm")
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     given = pairs(options.set)
-    if options.key in given:
+    if options.easy == options.hard:
+        raise BadConfig(f"--easy {options.easy:g} --hard {options.hard:g}: a sweep goes from one value to another")
+    if spec.SHORT.get(options.key, options.key) in {spec.SHORT.get(key, key) for key in given}:
         raise BadConfig(f"--set {options.key}: it is what is swept")
     names = list(dict.fromkeys(options.policy))
     asked = scenario.read(options.scenario, options.seed, {**given, options.key: f"{options.easy:g}"})
     for name in names:
         policies.make(name, asked)  # what cannot be had is said before anything runs
+    check_since(asked, options.since)
+    check_folder(options.out)
     print(f"{asked.name}: {options.key} from {options.easy:g} to {options.hard:g} with {share(options.target)} of "
           f"{options.judge} kept; {len(asked.nodes)} devices, {options.fidelity}, seed {options.seed}")  # fmt: skip
     limits: dict[str, Limit] = {}
@@ -129,14 +134,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--policy", nargs="+", default=list(_POLICIES), metavar="NAME",
                         help=f"the first is compared with the others; default: {' '.join(_POLICIES)}")  # fmt: skip
     parser.add_argument("--key", default="factor", help="what is swept, as in --set; default: factor")
-    parser.add_argument("--easy", type=float, default=1.0, metavar="X", help="where to begin; default: 1")
-    parser.add_argument("--hard", type=float, default=64.0, metavar="X", help="where to end; default: 64")
-    parser.add_argument("--within", type=float, default=0.05, metavar="SHARE", help="how exactly; default: 0.05")
-    parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of promises to keep; default: 0.9")
+    parser.add_argument("--easy", type=above_zero, default=1.0, metavar="X", help="where to begin; default: 1")
+    parser.add_argument("--hard", type=above_zero, default=64.0, metavar="X", help="where to end; default: 64")
+    parser.add_argument("--within", type=above_zero, default=0.05, metavar="SHARE", help="how exactly; default: 0.05")
+    parser.add_argument("--target", type=fraction, default=0.9, metavar="SHARE", help="to keep; default: 0.9")
     parser.add_argument("--judge", choices=[judge.value for judge in Judge], default="overall",
                         help="of all requests, of the worst hour's, or of the worst application's")  # fmt: skip
     parser.add_argument("--fidelity", choices=devices.FIDELITIES, default="fluid", help="default: fluid")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")
     parser.add_argument("--since", type=float, metavar="S", help="default: as the scenario says")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--one-prompt", action="store_true", help="no two prompts in one step of a device")

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +20,11 @@ from typing import Final, NamedTuple
 from janus_server.errors import BadConfig
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
+# What reading and parsing a file that is no trace may raise, a gzip that was cut short and deep JSON included.
+UNREADABLE: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError, OSError, EOFError, zlib.error,
+                     csv.Error)  # fmt: skip
+# Longer is no prompt or answer, and would not fit the arrays that replay it.
+_MOST_TOKENS: Final = 1_000_000_000
 _Reader = Callable[[Sequence[str]], "TraceRow | None"]
 
 
@@ -45,7 +51,7 @@ def read_trace(path: Path, part: TraceSlice) -> list[TraceRow]:
     with open_text(path) as lines:
         try:
             rows = list(_cut(parse_trace(lines), part))
-        except ValueError as error:
+        except UNREADABLE as error:
             raise BadConfig(f"{path}: {error}") from None
     if not rows:
         raise BadConfig(f"{path}: no request lies in the chosen part of the trace")
@@ -97,10 +103,12 @@ def _table(columns: list[int], lines: Iterator[str], read: _Reader) -> Iterator[
         if not fields:
             continue
         try:
+            if len(fields) <= max(columns):
+                raise ValueError(f"{len(fields)} columns, too few")
             row = read([fields[i] for i in columns])
             if row is not None:
                 yield _checked(row)
-        except (ValueError, IndexError) as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"line {number}: {error} in {','.join(fields)[:80]!r}") from None
 
 
@@ -143,13 +151,15 @@ def _mooncake(first: str, rest: Iterator[str]) -> Iterator[TraceRow]:
                     blocks,
                 )
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"line {number}: {type(error).__name__} {error} in {line[:80]!r}") from None
 
 
 def _checked(row: TraceRow) -> TraceRow:
     if not math.isfinite(row.t_s) or row.input_tokens < 0 or row.output_tokens < 0:
         raise ValueError("a time or a length that is none")
+    if max(row.input_tokens, row.output_tokens) > _MOST_TOKENS:
+        raise ValueError(f"a length above {_MOST_TOKENS:,} tokens")
     # Real rows have an empty prompt or answer now and then; a server takes neither.
     return row._replace(input_tokens=max(1, row.input_tokens), output_tokens=max(1, row.output_tokens))
 

@@ -27,17 +27,19 @@ import numpy.typing as npt
 
 from janus_server.sched.state import BrainSettings
 
-from .serve_options import Described
+from .serve_options import Described, Parser, above_zero, count
 from .simulator import generator, scenario
 from .simulator.blocks import Blocks, Calls
 from .workload_plots import draw
 from .workload_shape import derive
+from .writable import check_file, check_folder
 
 _BURST, _TWICE = 5.0, 2.0
 _NEAR_S, _BEFORE_S = 10, 120
 # Fewer requests in ten seconds are too few to tell a burst from chance; so are fewer than five standard deviations
 # above what came before, of arrivals whose coefficient of variation is 2.
 _LEAST: Final = 20
+_MOST_REQUESTS: Final = 1e9
 _CHANCE: Final = 5.0 * 2.0
 
 
@@ -63,6 +65,8 @@ class Load(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    check_file(options.json)
+    check_folder(options.plot)
     if options.derive:
         print(derive(options.traces, options.traces.parent / "servegen" / "clients.csv"), end="")
         return 0
@@ -89,15 +93,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="janus bench workload", description=__doc__, formatter_class=Described)
+    parser = Parser("janus bench workload", __doc__ or "")
+    parser.formatter_class = Described
     parser.add_argument("--traces", type=Path, default=scenario.FOLDER, help="the folder workload62")
-    parser.add_argument("--requests", type=float, default=generator.REQUESTS, help="of the generator's day")
+    parser.add_argument("--requests", type=above_zero, default=generator.REQUESTS, help="of the generator's day")
     parser.add_argument("--speed", action="store_true", help="stream the day as calls; speed and peak memory alone")
     parser.add_argument("--derive", action="store_true", help="print the generator's table from the trace")
-    parser.add_argument("--seed", type=int, default=0, help="of the generator")
+    parser.add_argument("--seed", type=count, default=0, help="of the generator")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write pictures there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    return parser.parse_args(arguments)
+    options = parser.parse(arguments)
+    if options.requests > _MOST_REQUESTS:
+        parser.error(f"--requests: at most {_MOST_REQUESTS:.0g} a day")
+    return options
 
 
 def measure(name: str, blocks: Blocks, apps: int) -> Load:

@@ -56,6 +56,12 @@ def attempt(asked: Scenario, name: str, how: How = How(), title: str = "") -> Re
     return record
 
 
+def check_since(asked: Scenario, since_s: float | None) -> None:
+    """BadConfig where nothing of the scenario would be counted. None: as the scenario says, which was checked."""
+    if since_s is not None and not 0.0 <= since_s < asked.duration_s:
+        raise BadConfig(f"--since {since_s:g}: scenario {asked.name} goes from second 0 to {asked.duration_s:g}")
+
+
 def device_of(asked: Scenario, fidelity: str, rules: Rules) -> Callable[[NodeSpec], Device]:
     """What makes the imaginary device of each node."""
     return lambda node: devices.make(fidelity, node, asked.models, (), asked.apps, rules)

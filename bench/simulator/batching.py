@@ -15,7 +15,7 @@ from janus_server.sched.sequence import UNPROMISED_TPOT_S, UNPROMISED_TTFT_S
 
 from .constants import SEQUENCES, STEP_TOKENS
 from .physics import page_tokens
-from .records import AppSpec, Call, ModelSpec, NodeSpec
+from .records import AppSpec, Call, ModelSpec, NodeSpec, Scenario
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +59,17 @@ def room_pages(model: ModelSpec, node: NodeSpec, rules: Rules) -> int:
     """KV pages that a model can have there at most: what its weights leave of the node, or of its part of it."""
     mine = node.pool_pages // rules.parts if rules.parts else node.pool_pages
     return max(0, mine - model.known.weight_pages)
+
+
+def check_room(scenario: Scenario, rules: Rules) -> None:
+    """BadConfig where memory in parts leaves some model without room on every device: all its requests were refused."""
+    for model in scenario.models if rules.parts else ():
+        if not any(longest_tokens(model, node, rules) for node in scenario.nodes):
+            part = max(node.pool_pages for node in scenario.nodes) // rules.parts
+            raise BadConfig(
+                f"{model.known.model} fits in none of {rules.parts} parts of a device's memory: it has "
+                f"{model.known.weight_pages} pages of weights, and a part {part}"
+            )
 
 
 def longest_tokens(model: ModelSpec, node: NodeSpec, rules: Rules) -> int:

@@ -37,6 +37,12 @@ def _app(kind: str) -> Callable[[Summary], float | None]:
     return lambda s: s["worst_application"][kind]
 
 
+def _recovery_s(summary: Summary) -> float | None:
+    """The longest; none without bursts; infinite where one was not recovered from by the end."""
+    times = [burst["recovery_s"] for burst in summary["bursts"]]
+    return max((math.inf if one is None else one for one in times), default=None)
+
+
 COLUMNS: Final = (
     Column("kept", "requests whose promise was kept, of all", _lead("overall"), "share", "high", "share"),
     Column("TTFT", "requests whose first token came in time, of all", _lead("ttft"), "share", "high"),
@@ -56,7 +62,7 @@ COLUMNS: Final = (
     Column("TTFT p99", "99 % of the first tokens came within this", lambda s: s["ttft_s"]["p99"], "seconds", "low"),
     Column("TPOT p99", "99 % of requests had this or less a token", lambda s: s["tpot_s"]["p99"], "seconds", "low"),
     Column("recovery", "from the begin of a burst until 95 % are kept again for good, the longest",
-           lambda s: longest_recovery_s(s), "seconds", "low"),
+           _recovery_s, "seconds", "low"),
     Column("device-hours", "while they hold a model, within the trace's time", lambda s: s["devices"]["device_hours"],
            "amount", "low", "most"),
     Column("devices, mean", "held on average", lambda s: s["devices"]["mean"], "amount"),
@@ -67,12 +73,6 @@ COLUMNS: Final = (
     Column("moves", "models loaded, woken or forked",
            lambda s: sum(s["decisions"].get(verb, 0) for verb in ("load", "wake", "fork")), "count"),
 )  # fmt: skip
-
-
-def longest_recovery_s(summary: Summary) -> float | None:
-    """None without bursts; infinite where one was not recovered from by the end."""
-    times = [burst["recovery_s"] for burst in summary["bursts"]]
-    return max((math.inf if one is None else one for one in times), default=None)
 
 
 def cell(column: Column, value: float | None) -> str:

@@ -39,20 +39,8 @@ class Row:
     how far what it draws is behind.
     """
 
-    __slots__ = (
-        "alive",
-        "base",
-        "call",
-        "drawn",
-        "due_s",
-        "gap",
-        "known",
-        "lane",
-        "late_s",
-        "mark",
-        "order",
-        "promise",
-    )
+    __slots__ = ("alive", "base", "call", "drawn", "due_s", "gap", "known", "lane", "late_s", "mark", "order",
+                 "promise")  # fmt: skip
 
     def __init__(self, call: Call, promise: Promised, number: int) -> None:
         self.call, self.promise = call, promise
@@ -70,15 +58,15 @@ class Row:
 
 class Flow:
     """steps have been made since it is up, a fraction of one included; each is `step_s` long at present, and `rate` are
-    made a second; decode_s was what one takes without prompts when all was planned last. shares are what each prompt
-    gets of a step until `goal` steps are made. cost is what the device has learnt of this model's steps.
+    made a second. shares are what each prompt gets of a step until `goal` steps are made. cost is what the device has
+    learnt of this model's steps.
 
     limits and changes are for `sched.turn`, to which a Flow that has been looked at is what its batcher would be.
     """
 
     __slots__ = (
         "_cost", "_drawn", "_drawn_s", "_learnt", "_made", "_outlook", "_rules", "_shape", "_size", "ceiling_pages",
-        "changes", "context", "decode_s", "ended_s", "floor_pages", "goal", "limit_s", "limits", "marks", "name",
+        "changes", "context", "ended_s", "floor_pages", "goal", "limit_s", "limits", "marks", "name",
         "pace_s", "paces", "prompt_pages", "prompts", "rate", "rows", "shares", "since", "speed", "starved", "step_s",
         "steps", "waiting", "weight_pages",
     )  # fmt: skip
@@ -87,7 +75,7 @@ class Flow:
         self.name, self.speed, self._size, self._rules, self._cost = name, speed, page_tokens, rules, cost
         self.weight_pages = self.floor_pages = self.prompt_pages = self.rows = 0
         self.ceiling_pages = _NEVER
-        self.context = self.decode_s = self.steps = self.since = self.goal = self.rate = self.step_s = 0.0
+        self.context = self.steps = self.since = self.goal = self.rate = self.step_s = 0.0
         self.marks: list[tuple[float, tuple[float, int], Row]] = []
         self.prompts: list[Row] = []
         self.waiting: list[Row] = []
@@ -96,9 +84,8 @@ class Flow:
         self._made = self.changes = 0
         self._shape = Shape()
         self._outlook: Outlook | None = None
-        self._drawn = self._drawn_s = self._learnt = (
-            0.0  # steps made when the rows drew last, as far as was counted, and when
-        )
+        self._drawn = self._drawn_s = 0.0  # steps made when the rows drew last, as far as was counted, and when
+        self._learnt = 0.0  # steps that something was learnt of, as far as was looked
         self.limits = BatcherLimits(
             context_tokens=1, capacity_pages=1, step_tokens=rules.step_tokens, sequences=rules.sequences,
             shared_prompts=rules.shared_prompts, one_prompt_at_a_time=rules.one_prompt_at_a_time,

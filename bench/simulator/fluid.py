@@ -180,7 +180,6 @@ class Fluid:
             flows[0].straighten()
         open_ = []
         for flow in flows:
-            flow.decode_s = flow.speed.decode_s(flow.rows, flow.context)
             if not flow.midway:
                 flow.settle()
                 open_.append(flow)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from janus_server.suggest import nearest
 from .blocks import Floats, Ints
 
 _MEAN_TRIES: Final = 40
+_NUMBER: Final = re.compile("[1-9][0-9]{0,11}")
 
 
 class Lengths(NamedTuple):
@@ -72,7 +74,7 @@ def named(text: str, most: tuple[int, int]) -> tuple[Lengths, Lengths]:
     found = NAMES.get(text)
     if found is None:
         first, slash, second = text.partition("/")
-        if not slash or not first.isdigit() or not second.isdigit() or not int(first) or not int(second):
+        if not slash or not all(_NUMBER.fullmatch(part) for part in (first, second)):
             raise BadConfig(f'lengths {text!r}: write one of {", ".join(NAMES)}, or "1000/200"{nearest(text, NAMES)}')
         found = fixed(int(first)), fixed(int(second))
     return cut(found[0], most[0]), cut(found[1], most[1])

@@ -23,7 +23,7 @@ from janus_server.suggest import nearest
 from janus_server.units import format_bytes
 
 from ..oracle_subjects import shape_of
-from ..traces import open_text
+from ..traces import UNREADABLE, open_text
 from .constants import (
     DISK_BYTES_S,
     DISK_FIXED_S,
@@ -58,19 +58,27 @@ def builtin() -> dict[str, ModelShape]:
 def of_folder(folder: Path) -> dict[str, ModelShape]:
     """The models.csv of a trace's folder."""
     path = folder / "models.csv"
-    with open_text(path) as file:
-        return dict(_shape(row, str(path)) for row in csv.DictReader(file))
+    try:
+        with open_text(path) as file:
+            return dict(_shape(row, str(path)) for row in csv.DictReader(file))
+    except UNREADABLE as error:
+        raise BadConfig(f"{path}: {error}") from None
 
 
 def own(entry: ModelEntry, known: Mapping[str, ModelShape]) -> ModelShape:
     """A [[models]] entry that is like a known one, or brings its own dimensions: grouped-query attention in bf16."""
     where = f"[[models]] {entry.name!r}"
+    if entry.like and entry.params_b is not None:
+        raise BadConfig(f"{where} is like {entry.like!r} and has params_b of its own: give one of them")
     if entry.like:
         if entry.like not in known:
             raise BadConfig(f"{where} is like {entry.like!r}, which is not known{nearest(entry.like, known)}")
         return msgspec.structs.replace(known[entry.like], name=entry.name)
     needed = ("layers", "hidden", "heads", "kv_heads", "head_dim")
     lacking = [key for key in needed if getattr(entry, key) is None]
+    if entry.params_b is None:
+        close = nearest(entry.name, known)
+        raise BadConfig(f"{where} has no dimensions and is not known; give like, or params_b and others{close}")
     if lacking:
         raise BadConfig(f"{where} has params_b and lacks {', '.join(lacking)}")
     given = {key: str(value) for key, value in msgspec.structs.asdict(entry).items() if value is not None}
@@ -81,7 +89,7 @@ def own(entry: ModelEntry, known: Mapping[str, ModelShape]) -> ModelShape:
 def _shape(row: Mapping[str, str], where: str) -> tuple[str, ModelShape]:
     try:
         return row["llm"], shape_of(row)
-    except (KeyError, ValueError) as error:
+    except UNREADABLE as error:
         raise BadConfig(f"{where}: not the dimensions of a model ({type(error).__name__} {error})") from None
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from janus_server.sched.oracle_prior import expect, physics_and_limits, table_of, traffic_of
+from janus_server.sched.oracle_prior import expect, numbers_of, physics_and_limits, table_of, traffic_of
 from janus_server.sched.oracle_records import Features, Promise, Subject
 
 from .records import AppSpec, Call, ModelSpec, Scenario
@@ -112,6 +112,6 @@ def replicas_for(peak: Features, subject: Subject, attain: float) -> int:
 
 def _share(peak: Features, subject: Subject, count: int) -> float:
     """Of requests, the part expected on time with so many replicas."""
-    physics, limits = physics_and_limits([subject])
+    physics, limits = physics_and_limits([numbers_of(subject)])
     prior = expect(physics, limits, traffic_of(table_of([peak]), np.array([[float(count)]])))
     return 1.0 / (1.0 + math.exp(-float(prior.log_odds[0, 0])))

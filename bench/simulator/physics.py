@@ -24,10 +24,10 @@ class Speed:
     """One shard of a model on its device: `roofline.step` without arrays, since every simulated step asks.
 
     All are seconds: of a new token's arithmetic, of a pair of tokens that attend, of reading the weights that every
-    step reads, all routed experts, and one token's KV. chosen is the share of experts that one token chooses.
+    step reads, all routed experts, and one token's KV. unchosen is the share of experts that one token passes over.
     """
 
-    __slots__ = ("_unchosen", "chosen", "dense_s", "expert_s", "fixed_s", "kv_s", "pair_s", "token_s", "wire_s")
+    __slots__ = ("dense_s", "expert_s", "fixed_s", "kv_s", "pair_s", "token_s", "unchosen", "wire_s")
 
     def __init__(self, model: ModelSpec, device: DeviceShape) -> None:
         physics = physics_of(model.shape, device, model.known.shards)
@@ -36,17 +36,16 @@ class Speed:
         self.dense_s = float(physics.dense_bytes / physics.bytes_s)
         self.expert_s = float(physics.expert_bytes / physics.bytes_s)
         self.kv_s = float(physics.kv_bytes / physics.bytes_s)
-        self.chosen = float(physics.chosen_share)
+        self.unchosen = float(physics.unchosen_share)
         self.wire_s = float(physics.exchange_token_s)
         self.fixed_s = float(physics.fixed_s + physics.exchange_s)
-        self._unchosen = 1.0 - self.chosen
 
     def seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
         """A step: new tokens, (token, token looked at) pairs, and tokens whose KV is read."""
         computed_s = tokens * self.token_s + pairs * self.pair_s
         read_s = self.dense_s + kv_tokens * self.kv_s
         if self.expert_s:
-            read_s += self.expert_s * (1.0 - self._unchosen**tokens)
+            read_s += self.expert_s * (1.0 - self.unchosen**tokens)
         return (computed_s if computed_s > read_s else read_s) + self.fixed_s + tokens * self.wire_s
 
     def decode_s(self, rows: float, context_tokens: float) -> float:

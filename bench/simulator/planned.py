@@ -1,8 +1,8 @@
 """A front desk where requests wait for a device rather than queue in its engine, and are planned over several devices.
 
 Rules of dispatch are compared with it on a fixed placement. What a device was handed runs in that order. The leader
-hands prompts over while less than 0.2 s of them lies before a device; the published dispatcher gives to idle ones
-alone, and Prism's arbiter is on the device itself: neither is made to decide sooner. `arbiter` shares its `Backlogs`.
+hands prompts over shortly before a device is idle; the published dispatcher gives to idle ones alone, and Prism's
+arbiter is on the device itself: neither is made to decide sooner. `arbiter` shares its `Backlogs`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .frontdesk import Given, Line, Lines
 from .replicas import Phase, Replica
 from .yard import Yard
 
+# BlitzScale's desk hands prompts over while less than this lies before a device.
 AHEAD_S: Final = 0.2
 # A device that should have been idle by now is looked at again after so long.
 _AGAIN_S: Final = 0.05

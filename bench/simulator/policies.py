@@ -136,7 +136,7 @@ def room_tokens(scenario: Scenario) -> dict[str, float]:
 
 
 def _planned(yard: Yard) -> Desk:
-    return PlannedDesk(yard, dispatch_live, Late.EXTEND, AHEAD_S)
+    return PlannedDesk(yard, dispatch_live, Late.EXTEND, BrainSettings().ahead_s)
 
 
 def _lst_latest(yard: Yard) -> Desk:

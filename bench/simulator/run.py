@@ -6,9 +6,11 @@ module only puts it together and says how far it is.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from janus_server.sched.oracle_records import Fitted
@@ -22,6 +24,8 @@ from .world import Physics, Seen, World, check
 
 _TERMINAL_S: Final = 0.5
 _PLAIN_S: Final = 10.0
+# Objects made and not freed before the youngest are looked through for garbage; Python's own are 700.
+_YOUNG: Final = 100_000
 
 
 class Summary(NamedTuple):
@@ -50,9 +54,21 @@ def run(
     check(scenario)
     began_s = time.perf_counter()
     world = World(scenario, policy, device, physics_of(scenario, rules), recorder, fit, watch)
-    world.run()
+    with _seldom_collected():
+        world.run()
     took_s = time.perf_counter() - began_s
     return Summary(world.now_s, took_s, world.came, world.used_s(), tuple(world.lines))
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """A run makes hardly any garbage in circles, and looking for it takes an eighth of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def physics_of(scenario: Scenario, rules: Rules = Rules()) -> Physics:  # noqa: B008 - frozen

@@ -21,7 +21,7 @@ from janus_server.sched.roofline import DEVICES, DeviceShape, ModelShape
 from janus_server.suggest import nearest
 from janus_server.units import format_bytes, parse_bytes
 
-from ..traces import open_text
+from ..traces import UNREADABLE, open_text
 from . import generator, lengths, models
 from .blocks import Blocks, Calls, later, merged, sliced
 from .generator import REQUESTS, AppLoad, Burst, Tide
@@ -29,6 +29,9 @@ from .records import AppSpec, Fault, FaultKind, ModelSpec, NodeSpec, Scenario
 from .spec import Hosts, Spec, load
 from .workload import Chosen, Mapped, Split, check, check62, mapped, requests62
 
+_MOST_A_SECOND: Final = 200_000.0
+_MOST_REQUESTS: Final = 1e9
+_MOST_COPIES: Final = 10_000.0
 _CLIENT_TTFT_S, _CLIENT_TOKEN_S, _CLIENT_TPOT_S = 0.1, 0.2e-3, 0.05
 """What the published test clients promise, before their scale: TTFT by the length of the prompt, and TPOT."""
 
@@ -48,6 +51,8 @@ class _Asked(NamedTuple):
 
 def read(source: str, seed: int, options: Mapping[str, str]) -> Scenario:
     """options: "section.key" or a short name of `spec.SHORT`, and the value as TOML or as text."""
+    if seed < 0:
+        raise BadConfig(f"the seed is a whole number from 0 on, not {seed}")
     spec = load(source, options)
     work = spec.workload
     if work.since_s >= work.duration_s:
@@ -75,7 +80,7 @@ def read(source: str, seed: int, options: Mapping[str, str]) -> Scenario:
         duration_s=work.quiet_s + work.duration_s,
         subjects=models.subjects(known, apps, models.smallest(nodes).shape), faults=_faults(spec, nodes), seed=seed,
         copies=copies, since_s=work.quiet_s + work.since_s,
-        bursts_s=tuple(sorted({work.quiet_s + burst.at_s for burst in work.bursts})),
+        bursts_s=tuple(sorted({work.quiet_s + burst.at_s for burst in work.bursts if burst.at_s < work.duration_s})),
     )  # fmt: skip
 
 
@@ -97,6 +102,9 @@ def _nodes(spec: Spec) -> tuple[NodeSpec, ...]:
 def _alike(hosts: Hosts, first: int, page_bytes: int) -> Iterable[NodeSpec]:
     shape = _device(hosts)
     pool_pages = int((shape.memory_bytes * shape.memory_reached - shape.activation_bytes) // page_bytes)
+    if shape.memory_bytes * shape.memory_reached - shape.activation_bytes >= 1 > pool_pages:
+        raise BadConfig(f"cluster.page: a page of {format_bytes(page_bytes)} is larger than what {shape.name} has for "
+                        f"models")  # fmt: skip
     if pool_pages < 1:
         raise BadConfig(
             f"{shape.name} with {format_bytes(int(shape.memory_bytes))} has no room for models beside "
@@ -190,6 +198,8 @@ def _asked(spec: Spec, seed: int) -> _Asked:
         sources.append(lambda: sliced(requests62(folder, chosen, seed), work.start_s, work.duration_s))
     elif work.source == "generator":
         loads += _generated(spec)
+    else:
+        _check_unused(spec)
     loads += _split(spec)
     loads += (
         AppLoad(one.name, one.model, one.per_second * work.factor, *_lengths(one.lengths, spec), one.cv,
@@ -199,17 +209,40 @@ def _asked(spec: Spec, seed: int) -> _Asked:
     if not loads:
         raise BadConfig(f"scenario {spec.name}: nobody asks for anything; give [workload] a source or add [[apps]]")
     made = tuple(_changed(loads, spec))
+    _check_rates(made, spec)
     if any(app.per_second for app in made):
         sources.append(lambda: generator.blocks(made, seed, work.start_s, work.duration_s))
     names = [app.name for app in made]
     for number, trace in enumerate(_traces(spec, names)):
         check(trace, names, spec.memory.context_tokens)
         sources.append(_trace_source(trace, names, seed + number, work.duration_s))
+    double = [name for name, times in Counter(entry.name for entry in spec.models).items() if times > 1]
+    if double:
+        raise BadConfig(f"[[models]] {double[0]!r} is there twice")
     for entry in spec.models:
-        if entry.like or entry.params_b is not None:
+        if entry.like or entry.params_b is not None or entry.name not in shapes:
             shapes[entry.name] = models.own(entry, shapes)
     own = {one.name: (one.attain, one.priority) for one in spec.apps}
     return _Asked(made, own, tuple(sources), shapes)
+
+
+def _check_unused(spec: Spec) -> None:
+    """What speaks of the 62 applications says nothing where they take no part."""
+    work = spec.workload
+    given = {"apps": work.apps, "rates": work.rates, "equal": work.equal, "flat": work.flat}
+    for key, value in given.items():
+        if value:
+            raise BadConfig(f'workload.{key} is for the 62 applications of source = "generator" or "workload62", and '
+                            f'here source = "{work.source}"')  # fmt: skip
+
+
+def _check_rates(loads: Sequence[AppLoad], spec: Spec) -> None:
+    """More than these would fill the memory before anything runs, or would not end while anybody waits."""
+    per_second = sum(app.per_second * max((burst.multiple for burst in app.bursts or ()), default=1.0) for app in loads)
+    requests = sum(app.per_second for app in loads) * spec.workload.duration_s
+    if per_second > _MOST_A_SECOND or requests > _MOST_REQUESTS:
+        raise BadConfig(f"scenario {spec.name}: {requests:.3g} requests, at most {per_second:.3g} a second; "
+                        f"{_MOST_REQUESTS:.3g} and {_MOST_A_SECOND:,.0f} a second are the most")  # fmt: skip
 
 
 def _trace_source(trace: Mapped, names: Sequence[str], seed: int, duration_s: float) -> Callable[[], Blocks]:
@@ -241,7 +274,7 @@ def _recorded(folder: Path, spec: Spec) -> tuple[list[AppLoad], Chosen]:
             rows = list(csv.DictReader(file))
         every = [_of_row(i, row) for i, row in enumerate(rows)]
         counts = np.array([max(1.0, float(row["requests"])) for row in rows])
-    except (KeyError, ValueError) as error:
+    except UNREADABLE as error:
         raise BadConfig(f"{folder}: not the trace workload62 ({type(error).__name__} {error})") from None
     members = list(dict.fromkeys(work.apps)) or list(range(len(every)))
     if members and max(members) >= len(every):
@@ -251,6 +284,7 @@ def _recorded(folder: Path, spec: Spec) -> tuple[list[AppLoad], Chosen]:
     index = np.full(len(every), -1)
     index[members] = np.arange(len(members))
     factors = np.array([work.factor * work.rates.get(app.name, 1.0) for app in every])
+    _check_copies(float(factors.max(initial=0.0)), "workload.factor times workload.rates")
     # A copy may be as far away as the application's requests are from each other: at production volume a rare one is
     # smooth, not seventy requests at once.
     return kept, Chosen(index, factors, np.maximum(generator.DAY_S / counts, work.jitter_s))
@@ -259,6 +293,8 @@ def _recorded(folder: Path, spec: Spec) -> tuple[list[AppLoad], Chosen]:
 def _of_row(number: int, row: Mapping[str, str]) -> AppLoad:
     mean = lengths.fixed(max(1, round(float(row["in_mean"]))))
     promise = float(row["ttft_slo_s"]), float(row["tpot_slo_ms"]) / 1e3
+    if not all(0.0 < part_s < math.inf for part_s in promise):
+        raise ValueError(f"application {number} is promised {promise[0]:g} s and {promise[1]:g} s")
     return AppLoad(f"app{number:02d}", row["llm"], 0.0, mean, mean, ttft_s=promise[0], tpot_s=promise[1])
 
 
@@ -307,7 +343,13 @@ def _traces(spec: Spec, names: Sequence[str]) -> Iterable[Mapped]:
                 raise BadConfig(f"trace {trace.path}: no application is named {name!r}{nearest(name, names)}")
         members = tuple(names.index(name) for name in trace.apps) or tuple(range(len(names)))
         factor = trace.factor * spec.workload.factor
+        _check_copies(factor, f"trace {trace.path}: its factor times workload.factor")
         yield Mapped(Path(trace.path), members, Split(trace.split), factor, spec.workload.jitter_s, trace.start_s)
+
+
+def _check_copies(factor: float, what: str) -> None:
+    if factor > _MOST_COPIES:
+        raise BadConfig(f"{what} is {factor:g}; {_MOST_COPIES:,.0f} copies of a recorded request are the most")
 
 
 def _check_names(names: Iterable[str], loads: Iterable[AppLoad], where: str) -> None:

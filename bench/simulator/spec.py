@@ -6,6 +6,7 @@ what is allowed. Options ("workload.factor" = "2") are put in before anything is
 
 from __future__ import annotations
 
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from janus_server.suggest import nearest
 SCENARIOS: Final = Path(__file__).with_name("scenarios")
 Positive = Annotated[float, Meta(gt=0, lt=1e12)]
 NotNegative = Annotated[float, Meta(ge=0, lt=1e12)]
+Moment = Annotated[float, Meta(ge=0, le=60 * 86_400)]
+"""As late as a scenario may last."""
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -52,7 +55,7 @@ class BurstSpec(msgspec.Struct, frozen=True, kw_only=True):
     """app: a name. at_s counts from the start of the slice."""
 
     app: Name
-    at_s: NotNegative
+    at_s: Moment
     multiple: Annotated[float, Meta(ge=1, le=1000)]
     ramp_s: Positive = 3.0
     hold_s: NotNegative = 30.0
@@ -83,7 +86,7 @@ class TraceSpec(msgspec.Struct, frozen=True, kw_only=True):
     path: Name
     apps: list[str] = []
     split: Literal["robin", "power", "names"] = "robin"
-    factor: Positive = 1.0
+    factor: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
     start_s: NotNegative = 0.0
 
 
@@ -103,10 +106,10 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["generator", "workload62", "apps"] = "generator"
     folder: str = ""
     factor: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
-    start_s: NotNegative = 0.0
+    start_s: Moment = 0.0
     duration_s: Annotated[float, Meta(gt=0, le=60 * 86_400)] = 86_400.0
-    quiet_s: NotNegative = 0.0
-    since_s: NotNegative = 0.0
+    quiet_s: Moment = 0.0
+    since_s: Moment = 0.0
     jitter_s: NotNegative = 10.0
     apps: list[Annotated[int, Meta(ge=0, lt=62)]] = []
     rates: dict[str, Positive] = {}
@@ -222,7 +225,7 @@ def load(source: str, options: Mapping[str, str]) -> Spec:
     try:
         spec = msgspec.convert(document, Spec)
     except msgspec.ValidationError as error:
-        raise BadConfig(f"scenario {source}: {error}") from None
+        raise BadConfig(f"scenario {source}: {_said(str(error), document)}") from None
     return spec if spec.name else msgspec.structs.replace(spec, name=path.stem)
 
 
@@ -233,6 +236,19 @@ def _parse(path: Path) -> dict[str, Any]:
         raise BadConfig(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path}: {error}") from None
+
+
+def _said(error: str, document: Any) -> str:
+    """A complaint of the converter, with the place as users write it and the value that stands there."""
+    found = re.fullmatch(r"(.*) - at `\$\.(.*)`", error)
+    if found is None:
+        return error
+    for step in re.findall(r"[^.\[\]]+", found[2]):
+        try:
+            document = document[int(step) if isinstance(document, list) else step]
+        except (LookupError, TypeError, ValueError):
+            return f"{found[2]}: {found[1]}"
+    return f"{found[2]}: {found[1]}, not {str(document)[:80]}"
 
 
 def _put(document: dict[str, Any], key: str, text: str) -> None:

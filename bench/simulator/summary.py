@@ -139,7 +139,7 @@ def _worst(groups: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """The least of each share over hours or applications, of all requests."""
     least: dict[str, float | None] = {}
     for kind in ("ttft", "tpot", "overall"):
-        known = [h["attainment"]["of_all"][kind] for h in groups if h["requests"]]
+        known = [group["attainment"]["of_all"][kind] for group in groups if group["requests"]]
         least[kind] = min(known, default=None)
     return least
 

@@ -18,12 +18,13 @@ import numpy as np
 from janus_server.errors import BadConfig
 from janus_server.suggest import nearest
 
-from ..traces import TraceRow, open_text, parse_trace
+from ..traces import UNREADABLE, TraceRow, open_text, parse_trace
 from .blocks import Block, Blocks, Floats, Ints, empty, joined
 from .generator import EXPONENT
 
 JITTER_S: Final = 10.0
 _BLOCK: Final = 20_000
+_MOST_TOKENS: Final = 1_000_000_000
 _COLUMNS: Final = "t_ms,app,input_tokens,output_tokens"
 
 
@@ -125,6 +126,13 @@ def repeated(source: Iterable[Block], factors: Floats, jitter_s: Floats, seed: i
 
 
 def _rows62(path: Path, apps: int, rows: int) -> Blocks:
+    try:
+        yield from _parsed62(path, apps, rows)
+    except UNREADABLE as error:
+        raise BadConfig(f"{path}: {error}") from None
+
+
+def _parsed62(path: Path, apps: int, rows: int) -> Blocks:
     with open_text(path) as file:
         first = file.readline().strip()
         if first != _COLUMNS:
@@ -134,7 +142,7 @@ def _rows62(path: Path, apps: int, rows: int) -> Blocks:
             try:
                 table = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2, comments=None)
                 wrong = table.shape[1] != 4 or len(table) != len(lines)
-            except ValueError:
+            except (ValueError, OverflowError):
                 wrong = True
             if wrong or table[0, 0] < last_ms or _bad(table, apps):
                 raise BadConfig(f"{path}: {_complaint(lines, at, last_ms, apps)}")
@@ -143,7 +151,8 @@ def _rows62(path: Path, apps: int, rows: int) -> Blocks:
 
 
 def _bad(table: Ints, apps: int) -> bool:
-    return bool((np.diff(table[:, 0]) < 0).any() or (table < 0).any() or (table[:, 1] >= apps).any())
+    return bool((np.diff(table[:, 0]) < 0).any() or (table < 0).any() or (table[:, 1] >= apps).any()
+                or (table[:, 2:] > _MOST_TOKENS).any())  # fmt: skip
 
 
 def _complaint(lines: Sequence[str], first: int, last_ms: int, apps: int) -> str:
@@ -156,6 +165,8 @@ def _complaint(lines: Sequence[str], first: int, last_ms: int, apps: int) -> str
             return f"line {number}: {shown!r} is not four whole numbers"
         if min(at_ms, app, inputs, outputs) < 0:
             return f"line {number}: {shown!r} has a negative number"
+        if max(inputs, outputs) > _MOST_TOKENS or at_ms >= 1 << 62:
+            return f"line {number}: {shown!r} has a number that is too large"
         if app >= apps:
             return f"line {number}: {shown!r} is of application {app}, and there are {apps}"
         if at_ms < last_ms:
@@ -168,6 +179,7 @@ def _rows_of(trace: Mapped, names: Sequence[str], seed: int) -> Blocks:
     """The requests of a trace, each given to an application."""
     give = _giver(trace, names, np.random.default_rng([seed, 76]))
     began_s, last_s = None, 0.0
+    most = max(256, int(_BLOCK / max(1.0, trace.factor)))  # copies of a block are made all at once
     rows: list[tuple[float, int, int, int]] = []
     with open_text(trace.path) as file:
         lines = _Numbered(file)
@@ -183,10 +195,10 @@ def _rows_of(trace: Mapped, names: Sequence[str], seed: int) -> Blocks:
                     raise ValueError(f"line {lines.number}: no application here is named {row.app!r}"
                                      f"{nearest(row.app, (names[i] for i in trace.apps))}")  # fmt: skip
                 rows.append((at_s, app, row.input_tokens, row.output_tokens))
-                if len(rows) == _BLOCK:
+                if len(rows) == most:
                     yield _block(rows)
                     rows = []
-        except ValueError as error:
+        except UNREADABLE as error:
             raise BadConfig(f"{trace.path}: {error}") from None
     if rows:
         yield _block(rows)

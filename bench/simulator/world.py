@@ -317,11 +317,14 @@ class World:
         self._cluster.die(node)
         self._tell(Left(fault.node))
         self._carrier.node_died(node)
-        self._faults += 1
-        self._agenda.at(self._agenda.now + fault.lasts_s, self._rejoin, node.spec)
+        back_s = self._agenda.now + fault.lasts_s
+        waited = back_s <= self._scenario.duration_s + GRACE_S  # who stays away longer does not hold the end up
+        self._faults += waited
+        self._agenda.at(back_s, self._rejoin, (node.spec, waited))
 
-    def _rejoin(self, spec: NodeSpec) -> None:
-        self._faults -= 1
+    def _rejoin(self, thing: tuple[NodeSpec, bool]) -> None:
+        spec, waited = thing
+        self._faults -= waited
         self._join(self._cluster.join(spec))
 
     def _change_leader(self) -> None:
@@ -353,8 +356,9 @@ def check(scenario: Scenario) -> None:
             raise BadConfig(f"{scenario.name}: a fault strikes {fault.node or 'no node'}, which is not there")
         if not (0.0 <= fault.at_s and 0.0 <= fault.lasts_s < float("inf")):
             raise BadConfig(f"{scenario.name}: a fault at {fault.at_s:g} s lasts for {fault.lasts_s:g} s")
+    by_name = {node.name: node for node in scenario.nodes}
     for name, copies in scenario.copies.items():
-        node = next((node for node in scenario.nodes if node.name == name), None)
+        node = by_name.get(name)
         if node is None or not models.issuperset(copies):
             raise BadConfig(
                 f"{scenario.name}: {name} is to hold copies of {', '.join(copies)}: one of these is not there"

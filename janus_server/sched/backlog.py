@@ -45,7 +45,10 @@ class Backlog(msgspec.Struct):
 
     def start_s(self, now_s: float) -> float:
         """When the device is expected to be free for one more prefill; never before now."""
-        return max(self._ends_s(now_s), default=now_s)
+        if not self.work_s:
+            return now_s
+        *_, end_s = self._ends_s(now_s)  # none ends before the one ahead of it
+        return end_s
 
     def expected_s(self, now_s: float) -> tuple[tuple[str, float], ...]:
         """When each prefill is expected to be done. One that is overdue may be done any moment; those after it wait."""

@@ -141,10 +141,10 @@ class StepCost:
             forget **= times
         kept = [forget**0.5 if value else 1.0 for value in x]
         precision = self._precision
-        for i, row in enumerate(precision):
-            for j in range(4):
-                row[j] = row[j] * kept[i] * kept[j] + weight * x[i] * x[j]
-        pull = [weight * value * (took_s - expected_s) for value in x]
+        pulls = [weight * value for value in x]
+        for row, keep, part in zip(precision, kept, pulls, strict=True):
+            row[:] = [old * keep * by + part * value for old, by, value in zip(row, kept, x, strict=True)]
+        pull = [part * (took_s - expected_s) for part in pulls]
         free = [0, 1, 2, 3]
         while free:
             changes = _solved(precision, pull, free)
@@ -172,11 +172,12 @@ def _solved(precision: list[list[float]], pull: list[float], free: list[int]) ->
     x = [pull[i] * a for i, a in zip(free, scale, strict=True)]
     for k in range(size):
         rows[k][k] += _RIDGE
-    for k in range(size):
+    for k, first in enumerate(rows):
         for i in range(k + 1, size):
-            factor = rows[i][k] / rows[k][k]
+            row = rows[i]
+            factor = row[k] / first[k]
             for j in range(k + 1, size):
-                rows[i][j] -= factor * rows[k][j]
+                row[j] -= factor * first[j]
             x[i] -= factor * x[k]
     for k in reversed(range(size)):
         for j in range(k + 1, size):

@@ -183,7 +183,7 @@ class Fleet:
         if now >= self._slow_s or (pressed and now >= self._slow_s - self._settings.slow_s + self._settings.press_s):
             self._slow(self._cluster(now), pressed, now, actions, notes)
             self._slow_s, self._moving = now + self._settings.slow_s, True
-        if any(not self._kept(one.model, now) for one in self._seating.seats if self._held(one)):
+        if any([self._held(one) for one in self._seating.seats if not self._kept(one.model, now)]):
             self._moving = True
         cluster = self._cluster(now) if self._moving else None
         if self._scale(now, actions, notes) and cluster is None:

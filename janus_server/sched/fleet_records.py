@@ -15,10 +15,10 @@ from janus_server.units import LONG_AGO_S
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """fast_s and slow_s: the periods of the two paths; where prompts of a model that shares its devices pile up, the
-    slow path goes as soon as press_s after its last time. pools: those that there are; with one of them alone, every
-    model is in that one. fill: how much of a device's compute, bandwidth and time the models that share it may take, as
-    a pessimist sees it: what waits behind others grows as 1 / (1 - load).
+    """fast_s and slow_s: the periods of the two paths; where prompts of a model that shares its devices pile up, or
+    too many of its requests are late, the slow path goes as soon as press_s after its last time. pools: those that
+    there are; with one of them alone, every model is in that one. fill: how much of a device's compute, bandwidth and
+    time the models that share it may take, as a pessimist sees it: what waits behind others grows as 1 / (1 - load).
     """
 
     fast_s: float = 0.5

@@ -42,7 +42,10 @@ class Footing:
 
     def of(self, model: str, node: str) -> tuple[str, ...]:
         """The replica that the node is a part of; () where it is of none."""
-        return next((nodes for nodes in self._homes.get(model, ()) if node in nodes), ())
+        for nodes in self._homes.get(model, ()):
+            if node in nodes:
+                return nodes
+        return ()
 
     def look(self, node: str) -> None:
         """What a room believes may have changed, or it is gone: replicas appear, and those without a trace go."""

@@ -6,6 +6,7 @@ cluster of thousands is a few dozen questions and what is out of reach is told f
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Final
 
@@ -32,24 +33,25 @@ def ladder(near: int, most: int) -> tuple[int, ...]:
     Example: near 5 of at most 30: 1 … 8, 12, 18, 27, 30.
     """
     near = min(most, 8 * -(-near // 8))
-    counts = list(range(1, near + 1))
-    while counts[-1] < most:
-        counts.append(min(most, int(counts[-1] * _STEP)))
+    counts, count = list(range(1, near + 1)), near
+    while count < most:
+        count = min(most, int(count * _STEP))
+        counts.append(count)
     return tuple(counts)
 
 
-def choose(counts: Sequence[int], shares: npt.NDArray[np.float64], target: float) -> Choice:
+def choose(counts: Sequence[int], shares: Sequence[float] | npt.NDArray[np.float64], target: float) -> Choice:
     """The fewest that meet the target; where none does, as many as can be halved no more at little loss.
 
     Example: 1, 2, 4, 8 replicas attain 0.2, 0.7, 0.89 and 0.9, and the target is 0.95: half of 8 loses 0.01, half of
     4 loses 0.19. So 4.
     """
     if shares[-1] >= target:
-        i = int(np.argmax(shares >= target))
+        i = next(i for i, share in enumerate(shares) if share >= target)
         return Choice(counts[i], float(shares[i]), True)
     i = len(counts) - 1
     while i:
-        half = int(np.searchsorted(counts, counts[i] // 2, side="right")) - 1
+        half = bisect.bisect_right(counts, counts[i] // 2) - 1
         if half < 0 or shares[half] < shares[i] - _HARDLY:
             break
         i = half

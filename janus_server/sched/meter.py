@@ -6,8 +6,10 @@ and stays what it was while it only trembles: who compares it with what was told
 
 from __future__ import annotations
 
+import bisect
 import copy
 import math
+import operator
 from collections.abc import Mapping
 from typing import Final
 
@@ -27,6 +29,7 @@ _KEPT_S: Final = 30.0
 _SIZED_MOST: Final = 200.0
 # Of a rate: less than this part is no change.
 _TREMBLE: Final = 0.05
+_AT: Final = operator.attrgetter("at_s")
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -87,8 +90,8 @@ class Meter:
         return math.inf if gauge is None else max(0.0, now - gauge.came_s)
 
     def lately(self, model: str, now: float) -> Features | None:
-        """The traffic over a longer time than `load` tells: for who decides seldom, and not on a chance of a few
-        requests. Lengths are taken to scatter as much as they are; None where there was no token.
+        """The traffic of the last ten seconds, as it was counted: for who decides seldom. Lengths are taken to scatter
+        as much as they are; None where there was no token.
         """
         gauge = self._gauges.get(model)
         if gauge is None:
@@ -106,8 +109,8 @@ class Meter:
     def load(self, model: str, backlog_s: float, now: float) -> Load:
         """What the model has to do. backlog_s: predicted work of its prompts that wait.
 
-        Example: 9,000 tokens until 3 s ago and 12,000 now are 1,000 a second; 1,020 a tick later are still told as
-        1,000.
+        Example: 30 requests in the last 3 s, of 100 tokens each in the mean, are 1,000 a second; 1,020 a tick later are
+        still told as 1,000.
         """
         gauge = self._gauges.get(model)
         if gauge is None:
@@ -134,10 +137,15 @@ def _rate(gauge: Gauge, now: float) -> float:
     """Tokens a second: of the requests that came, each as large as they are in the mean; where none did, as counted.
     Samples may be missing while nothing changes."""
     last = gauge.samples[-1]
-    for sample in reversed(gauge.samples):
-        span_s, came = now - sample.at_s, last.counts.requests - sample.counts.requests
-        if span_s >= RATE_S and came >= _CHANCE_REQUESTS:
-            return came * gauge.size / span_s
+    most = last.counts.requests - _CHANCE_REQUESTS
+
+    def too_new(sample: Sample) -> bool:
+        return now - sample.at_s < RATE_S or sample.counts.requests > most
+
+    after = bisect.bisect_left(gauge.samples, True, key=too_new)
+    if after:
+        sample = gauge.samples[after - 1]
+        return (last.counts.requests - sample.counts.requests) * gauge.size / (now - sample.at_s)
     before, span_s = _at(gauge, now - _KEPT_S), max(RATE_S, min(_KEPT_S, now - gauge.samples[0].at_s))
     came = last.counts.requests - before.counts.requests
     return (came * gauge.size if came else last.tokens - before.tokens) / span_s
@@ -145,7 +153,4 @@ def _rate(gauge: Gauge, now: float) -> float:
 
 def _at(gauge: Gauge, at_s: float) -> Sample:
     """The totals as they stood then, or the oldest known."""
-    for sample in reversed(gauge.samples):
-        if sample.at_s <= at_s:
-            return sample
-    return gauge.samples[0]
+    return gauge.samples[max(0, bisect.bisect_right(gauge.samples, at_s, key=_AT) - 1)]

@@ -213,9 +213,9 @@ class Thought:
                 count = min(self.mind.wish, self.table.count(1.1 * tokens_s * factor))
             return count, Grounds(Decider.TABLE, predicted=count, factor=factor, ahead_s=self.rules.ahead_s,
                                   tokens_s=tokens_s)  # fmt: skip
-        chosen = choose(counts, np.array(said), model.target)
+        chosen = choose(counts, said, model.target)
         if chosen.met and chosen.count < self.mind.wish:
-            safe = choose(counts, np.array(said), model.target + self.rules.margin * (1.0 - model.target))
+            safe = choose(counts, said, model.target + self.rules.margin * (1.0 - model.target))
             fewest = min(self.mind.wish, safe.count) if safe.met else self.mind.wish
             chosen = Choice(fewest, safe.share, True)
         elif not chosen.met and chosen.count < self.mind.wish <= 2 * chosen.count:

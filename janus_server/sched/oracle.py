@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from janus_server.errors import require
-from janus_server.sched.oracle_arrays import Array, pack
-from janus_server.sched.oracle_gp import Normal, Posterior, rising, running_most, unseen
-from janus_server.sched.oracle_prior import expect, physics_and_limits, table_of, traffic_of
+from janus_server.sched.oracle_arrays import Array, pack, within
+from janus_server.sched.oracle_gp import Posterior, rising, running_most
+from janus_server.sched.oracle_prior import expect, numbers_of, physics_and_limits, table_of, traffic_of
 from janus_server.sched.oracle_records import (
     OUTPUTS,
     Counts,
@@ -36,6 +36,7 @@ ATTAINMENT_INPUTS: Final = 7
 # Of a model that nobody fitted: the roofline is within a factor of two of the demand in nineteen cases of twenty.
 UNFITTED_DEMAND: Final = Hyper((1.0,) * DEMAND_INPUTS, 0.35, 0.01, 0.1)
 UNFITTED_ATTAINMENT: Final = Hyper((1.0,) * ATTAINMENT_INPUTS, 1.5, 0.1, 0.0)
+_UNFITTED_SIGMA: Final = (UNFITTED_ATTAINMENT.doubt * (UNFITTED_ATTAINMENT.scale**2 + UNFITTED_ATTAINMENT.noise)) ** 0.5
 # Log odds that no other count reaches: what pads a row must not pull on the others.
 _ABOVE_ALL: Final = 700.0
 # Of attainment: what more replicas must add to be worth having where the target is out of reach.
@@ -175,7 +176,11 @@ class Oracle:
     def both(self, asks: Sequence[Ask]) -> list[tuple[Demand, Attainment]]:
         """For each the demand with the first of its counts, and the attainment with all: one look at the traffic."""
         models, firsts = [self._known(ask) for ask in asks], [_first(ask) for ask in asks]
-        changed = [i for i, model in enumerate(models) if model.asked != asks[i] or model.demand_ask != firsts[i]]
+        changed = [
+            i for i, model in enumerate(models)
+            if model.last_demand is None or model.last_attainment is None
+            or model.asked != asks[i] or model.demand_ask != firsts[i]
+        ]  # fmt: skip
         if changed:
             news = [asks[i] for i in changed]
             expected = self._expected(news)
@@ -183,7 +188,8 @@ class Oracle:
             for i, demand, attainment in zip(changed, demands, self._attainment(news, expected), strict=True):
                 models[i].demand_ask, models[i].last_demand = firsts[i], demand
                 models[i].asked, models[i].last_attainment = asks[i], attainment
-        return list(zip(self.demand(firsts), self.attainment(asks), strict=True))
+        return [(model.last_demand, model.last_attainment) for model in models
+                if model.last_demand is not None and model.last_attainment is not None]  # fmt: skip
 
     def smallest(self, ask: Ask, target: float) -> Choice:
         """The fewest of the ask's counts with which a pessimist expects the target to be met.
@@ -200,66 +206,73 @@ class Oracle:
 
     def _known(self, ask: Ask) -> _Model:
         require(ask.model in self._models, f"the oracle was asked about the unknown model {ask.model}")
-        require(bool(ask.counts) and ask.counts[0] >= 1, f"the oracle was asked about {ask.counts} replicas")
+        require(bool(ask.counts) and ask.counts[0] >= 1, "the oracle was asked about no replicas")
         return self._models[ask.model]
 
     def _demand(self, asks: Sequence[Ask], expected: _Expected) -> list[Demand]:
-        models = [self._models[ask.model] for ask in asks]
+        """Those of models that nobody fitted all at once."""
         arrived = np.maximum(expected.rate * self.settings.window_s, 1.0)
-        answers = []
-        for i, (ask, model) in enumerate(zip(asks, models, strict=True)):
-            count = len(ask.counts)
-            row, requests = expected.inputs[i, :count, :DEMAND_INPUTS], arrived[i, :count]
-            log, sigma = np.zeros((count, len(OUTPUTS))), np.zeros((count, len(OUTPUTS)))
-            for k in range(len(OUTPUTS)):
-                gp = model.demand[k] if k < len(model.demand) else None
-                hyper = UNFITTED_DEMAND if gp is None else gp.hyper
-                said = unseen(hyper, (count,)) if gp is None else gp.at(row)
-                log[:, k] = said.mean
-                sigma[:, k] = np.sqrt(hyper.doubt * (said.sigma**2 + hyper.noise + hyper.request_noise / requests))
-            median = expected.shares[i, :count] * np.exp(log)
-            answers.append(Demand(median, sigma, median * np.exp(self.settings.sigmas * sigma)))
-        return answers
+        doubt, least = UNFITTED_DEMAND.doubt, UNFITTED_DEMAND.scale * UNFITTED_DEMAND.scale + UNFITTED_DEMAND.noise
+        unfitted = np.sqrt(doubt * (least + UNFITTED_DEMAND.request_noise / arrived))
+        log, sigma = np.zeros_like(expected.shares), np.repeat(unfitted[:, :, None], len(OUTPUTS), axis=2)
+        widths = _widths(asks)
+        for i, ask in enumerate(asks):
+            count = widths[i]
+            for k, gp in enumerate(self._models[ask.model].demand):
+                said, hyper = gp.at(expected.inputs(i)[:count, :DEMAND_INPUTS]), gp.hyper
+                variance = said.sigma**2 + hyper.noise + hyper.request_noise / arrived[i, :count]
+                log[i, :count, k], sigma[i, :count, k] = said.mean, np.sqrt(hyper.doubt * variance)
+        median = expected.shares * np.exp(log)
+        most = median * np.exp(self.settings.sigmas * sigma)
+        return [Demand(median[i, :k], sigma[i, :k], most[i, :k]) for i, k in enumerate(widths)]
 
     def _attainment(self, asks: Sequence[Ask], expected: _Expected) -> list[Attainment]:
-        models = [self._models[ask.model] for ask in asks]
-        mean, sigma = expected.log_odds.copy(), np.empty_like(expected.log_odds)
-        for i, (ask, model) in enumerate(zip(asks, models, strict=True)):
-            error = _error(model, expected.inputs[i])
-            mean[i] += error.mean
-            mean[i, len(ask.counts) :] = _ABOVE_ALL
-            sigma[i] = error.sigma
+        mean, sigma = expected.log_odds.copy(), np.full_like(expected.log_odds, _UNFITTED_SIGMA)
+        widths = _widths(asks)
+        for i, ask in enumerate(asks):
+            gp = self._models[ask.model].attainment
+            if gp is not None:  # with what windows differ by beyond their requests' luck
+                said, hyper = gp.at(expected.inputs(i)), gp.hyper
+                mean[i] += said.mean
+                sigma[i] = np.sqrt(hyper.doubt * (said.sigma**2 + hyper.noise))
+            mean[i, widths[i] :] = _ABOVE_ALL
         mean = rising(mean, 1.0 / sigma**2)
         least = _share(running_most(mean - self.settings.sigmas * sigma))
-        shares, widths = _share(mean), [len(ask.counts) for ask in asks]
+        shares = _share(mean)
         return [Attainment(shares[i, :k], least[i, :k], sigma[i, :k]) for i, k in enumerate(widths)]
 
     def _expected(self, asks: Sequence[Ask]) -> _Expected:
         width = max(len(ask.counts) for ask in asks)
         counts = np.array([ask.counts + ask.counts[-1:] * (width - len(ask.counts)) for ask in asks], dtype=np.float64)
         features = [ask.features for ask in asks]
-        physics, limits = physics_and_limits([self._models[ask.model].subject for ask in asks])
+        physics, limits = physics_and_limits([self._models[ask.model].numbers for ask in asks], width)
         table = table_of(features)
         traffic = traffic_of(table, counts)
         prior = expect(physics, limits, traffic)
-        return _Expected(_inputs(table, counts), traffic.rate, prior.shares, prior.log_odds)
+        return _Expected(table, counts, traffic.rate, prior.shares, prior.log_odds)
 
 
 class _Expected(NamedTuple):
-    """Of m asks about up to k counts, padded with each ask's last: inputs [m, k, 7], requests a second of a replica
-    [m, k], and the prior's shares [m, k, 3] and log odds [m, k]."""
+    """Of m asks about up to k counts, padded with each ask's last: features [m, 6], counts [m, k], requests a second of
+    a replica [m, k], and the prior's shares [m, k, 3] and log odds [m, k]."""
 
-    inputs: Array
+    table: Array
+    counts: Array
     rate: Array
     shares: Array
     log_odds: Array
+
+    def inputs(self, i: int) -> Array:
+        """What a GP is asked with of one ask, [k, 7]."""
+        inputs: Array = _inputs(self.table[i : i + 1], self.counts[i : i + 1])[0]
+        return inputs
 
 
 class _Model:
     """What is known of one model. asked_* are of the last fit that was asked for; last_* answer demand_ask, asked."""
 
     def __init__(self, subject: Subject, settings: OracleSettings) -> None:
-        self.subject = subject
+        self.subject, self.numbers = subject, numbers_of(subject)
         self.window = Window(settings.points, settings.keep_s, settings.alike)
         self.asked_added = 0
         self.asked_s: float | None = None
@@ -304,20 +317,12 @@ class _Model:
         return fresh if fresh >= settings.refit_points or (fresh and due) else 0
 
 
-def _error(model: _Model, inputs: Array) -> Normal:
-    """Of the prior's log odds, [k]: with what windows differ by beyond their requests' luck."""
-    gp = model.attainment
-    hyper = UNFITTED_ATTAINMENT if gp is None else gp.hyper
-    said = unseen(hyper, (len(inputs),)) if gp is None else gp.at(inputs)
-    return Normal(said.mean, np.sqrt(hyper.doubt * (said.sigma**2 + hyper.noise)))
-
-
 def _request(name: str, model: _Model, now: float, settings: OracleSettings) -> FitRequest:
     """What the window holds, as errors of the prior."""
     seen = list(model.window.observations)
     rows = model.window.rows()
     replicas = np.array([[float(o.replicas)] for o in seen])
-    physics, limits = physics_and_limits([model.subject])
+    physics, limits = physics_and_limits([model.numbers])
     prior = expect(physics, limits, traffic_of(table_of([o.features for o in seen]), replicas))
     ages = np.array([max(now - o.at_s, 0.0) for o in seen])
     aged = np.expm1(np.minimum(ages / settings.half_life_s, 30.0) * np.log(2.0))
@@ -347,6 +352,10 @@ def _number(share: float | None) -> float:
     return np.nan if share is None or share < 0.0 else share
 
 
+def _widths(asks: Sequence[Ask]) -> list[int]:
+    return [len(ask.counts) for ask in asks]
+
+
 def _first(ask: Ask) -> Ask:
     return Ask(ask.model, ask.features, ask.counts[:1])
 
@@ -374,4 +383,4 @@ def _row(observation: Observation) -> Array:
 
 
 def _share(log_odds: Array) -> Array:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(log_odds, -_ABOVE_ALL, _ABOVE_ALL))))
+    return np.asarray(1.0 / (1.0 + np.exp(-within(log_odds, -_ABOVE_ALL, _ABOVE_ALL))))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from janus_server.sched.oracle_arrays import Array, unpack
-from janus_server.sched.oracle_records import FittedGp, Hyper
+from janus_server.sched.oracle_records import FittedGp
 
 _ROOT5 = math.sqrt(5.0)
 # Of the prior's variance, so that two equal points do not make the matrix singular.
@@ -79,17 +79,12 @@ def _of_squares(squares: Array, scale: float) -> Array:
     return np.asarray(scale**2 * (1.0 + distance + distance**2 / 3.0) * np.exp(-distance))
 
 
-def unseen(hyper: Hyper, shape: tuple[int, ...]) -> Normal:
-    """What a GP without data says."""
-    return Normal(np.zeros(shape), np.full(shape, hyper.scale))
-
-
 def rising(values: Array, weights: Array) -> Array:
     """The nearest rows, by weighted squares, that never fall: isotonic regression of each row of [m, k].
 
     By its minimax form: the k-th is the most, over starts up to k, of the least mean over ends from k on.
     """
-    if bool((np.diff(values, axis=1) >= 0.0).all()):
+    if bool((values[:, 1:] >= values[:, :-1]).all()):
         return values
     count = values.shape[1]
     sums = np.zeros((len(values), count + 1))

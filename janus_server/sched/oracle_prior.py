@@ -8,13 +8,14 @@ finite for any traffic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from janus_server.sched.oracle_arrays import Array
+from janus_server.sched.oracle_arrays import Array, within
 from janus_server.sched.oracle_records import Features, Subject
-from janus_server.sched.roofline import Numbers, Physics, Work, memory_share, physics_of, read_bytes, stack, step
+from janus_server.sched.roofline import Numbers, Physics, Work, memory_share, physics_of, read_bytes, step, wide
 
 # Tokens of prompts that one step computes at most.
 CHUNK_TOKENS = 2048.0
@@ -67,16 +68,21 @@ class _Flow(NamedTuple):
     prompt_s: Numbers
 
 
-def physics_and_limits(subjects: list[Subject]) -> tuple[Physics, Limits]:
-    """What `expect` needs of models, once for as long as they are served so."""
-    physics = stack([physics_of(s.model, s.device, s.shards) for s in subjects])
-    table = np.array([(s.promise.ttft_s, s.promise.tpot_s, s.pace_s) for s in subjects]).reshape(-1, 3)
-    return physics, Limits(*(table[:, i : i + 1] for i in range(3)))
+def numbers_of(subject: Subject) -> tuple[float, ...]:
+    """What `expect` needs of a model, the same for as long as it is served so."""
+    physics = physics_of(subject.model, subject.device, subject.shards)
+    return (*physics, subject.promise.ttft_s, subject.promise.tpot_s, subject.pace_s)
+
+
+def physics_and_limits(numbers: Sequence[tuple[float, ...]], columns: int = 1) -> tuple[Physics, Limits]:
+    """Of models by their `numbers_of`, for so many counts of replicas: arrays [m, columns]."""
+    table = wide(np.array(numbers, dtype=np.float64), columns)
+    return Physics(*table[: len(Physics._fields)]), Limits(*table[len(Physics._fields) :])
 
 
 def traffic_of(table: Array, replicas: Array) -> Traffic:
     """table [m, 6] in the order of Features, replicas [m, k]: each replica gets its even part."""
-    rate, mean_in, var_in, mean_out, var_out = (table[:, i : i + 1] for i in range(1, 6))
+    _, rate, mean_in, var_in, mean_out, var_out = wide(table, replicas.shape[1])
     return Traffic(replicas, rate / replicas, mean_in, var_in + mean_in**2, mean_out, var_out + mean_out**2)
 
 
@@ -84,8 +90,7 @@ def table_of(features: list[Features]) -> Array:
     """[m, 6], with what is not a number, or negative, as 0: a report is never worth an exception."""
     rows = [(f.token_rate, f.request_rate, f.input_mean, f.input_variance, f.output_mean, f.output_variance)
             for f in features]  # fmt: skip
-    table = np.nan_to_num(np.array(rows, dtype=np.float64).reshape(-1, 6), nan=0.0, posinf=1e12, neginf=0.0)
-    return np.clip(table, 0.0, 1e12)
+    return np.asarray(np.fmin(np.fmax(np.array(rows, dtype=np.float64).reshape(-1, 6), 0.0), 1e12))
 
 
 def expect(physics: Physics, limits: Limits, traffic: Traffic) -> Prior:
@@ -104,7 +109,7 @@ def _flow(physics: Physics, limits: Limits, t: Traffic) -> _Flow:
     rows = np.zeros_like(t.rate)
     chunks = np.ceil(np.maximum(t.input, 1.0) / CHUNK_TOKENS)
     chunk, pairs, half = t.input / chunks, t.input_square / chunks / 2.0, t.input / 2.0
-    comes, drawn, most = np.maximum(t.rate, 1e-6), t.rate * t.output, room / np.maximum(context, 1.0)
+    comes_not, drawn, most = -np.maximum(t.rate, 1e-6), t.rate * t.output, room / np.maximum(context, 1.0)
     for _ in range(_ROUNDS):
         held = rows * context
         step_s = step(physics, Work(rows, held, held)).seconds
@@ -112,7 +117,7 @@ def _flow(physics: Physics, limits: Limits, t: Traffic) -> _Flow:
         longer_s = chunks * np.maximum(mixed_s - step_s, 0.0)
         # A device that shares itself steps when a decode is due, or at once when a prompt has come meanwhile.
         spare_s = np.maximum(limits.pace_s - step_s, 0.0)
-        token_s = step_s + np.exp(-comes * step_s) * -np.expm1(-comes * spare_s) / comes
+        token_s = step_s + np.exp(comes_not * step_s) * np.expm1(comes_not * spare_s) / comes_not
         token_s = token_s / np.maximum(1.0 - t.rate * longer_s, 0.02)
         rows = np.minimum(drawn * token_s, most)
     busy = -np.expm1(-rows)
@@ -146,7 +151,8 @@ def _shares(physics: Physics, t: Traffic, flow: _Flow) -> Array:
     square = flow.token_s * (t.input_square * t.output + t.input * t.output_square + cube / 3.0)
     most = mean + 2.0 * np.sqrt(t.rate * square)
     hbm = memory_share(physics, np.where(t.rate > 0.0, np.maximum(most, np.minimum(t.input + t.output, 1e6)), 0.0))
-    shares = np.stack(np.broadcast_arrays(hbm, compute, moved / physics.bytes_s), axis=-1)
+    shares = np.empty((*t.rate.shape, 3))
+    shares[..., 0], shares[..., 1], shares[..., 2] = hbm, compute, moved / physics.bytes_s
     return np.asarray(np.maximum(shares, LEAST_SHARE))
 
 
@@ -177,12 +183,12 @@ def _log_odds(physics: Physics, limits: Limits, t: Traffic, flow: _Flow) -> Arra
     beside_s = flow.prompt_s * np.sqrt(t.rate * tokens * flow.token_s * spread * _BURSTS)
     sure = 1.7 * tokens * (limits.tpot_s - flow.token_s) / np.maximum(beside_s, _TINY)
     ratio = np.log(np.maximum(limits.tpot_s, _TINY) / np.maximum(flow.token_s, _TINY))
-    several = np.clip(t.output - 1.0, 0.0, 1.0)
+    several = within(t.output - 1.0, 0.0, 1.0)
     later = 1.0 - several * (1.0 - _logistic(np.minimum(10.0 * ratio, sure)))
-    both = np.clip(first * later, 1e-9, 1.0 - 1e-9)
-    odds = np.clip(np.log(both / (1.0 - both)), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
+    both = within(first * later, 1e-9, 1.0 - 1e-9)
+    odds = within(np.log(both / (1.0 - both)), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
     return np.where(t.rate > 0.0, odds, _MOST_LOG_ODDS)
 
 
 def _logistic(x: Numbers) -> Numbers:
-    return 1.0 / (1.0 + np.exp(-np.clip(x, -50.0, 50.0)))
+    return 1.0 / (1.0 + np.exp(-within(x, -50.0, 50.0)))

@@ -7,10 +7,10 @@ and no noise: whoever measures real devices corrects it (`oracle`), it is never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from janus_server.errors import require
 from janus_server.sched.shapes import DeviceShape as DeviceShape
@@ -30,7 +30,7 @@ class Physics(NamedTuple):
     pair_flops: Numbers
     dense_bytes: Numbers
     expert_bytes: Numbers
-    chosen_share: Numbers
+    unchosen_share: Numbers
     kv_bytes: Numbers
     weight_bytes: Numbers
     exchange_token_s: Numbers
@@ -85,7 +85,7 @@ def step(physics: Physics, work: Work) -> Cost:
 
 def read_bytes(physics: Physics, tokens: Numbers) -> Numbers:
     """Of weights, in a step of so many tokens: the dense ones, and the experts that any of the tokens chose."""
-    return physics.dense_bytes + physics.expert_bytes * (1.0 - (1.0 - physics.chosen_share) ** tokens)
+    return physics.dense_bytes + physics.expert_bytes * (1.0 - physics.unchosen_share**tokens)
 
 
 def prefill(start: Numbers, tokens: Numbers) -> Work:
@@ -120,7 +120,7 @@ def physics_of(model: ModelShape, device: DeviceShape, shards: int) -> Physics:
         pair_flops=model.pair_flops / shards,
         dense_bytes=(model.parameters - model.expert_parameters) * width,
         expert_bytes=model.expert_parameters * width,
-        chosen_share=min(model.experts_per_token / experts, 1.0),
+        unchosen_share=1.0 - min(model.experts_per_token / experts, 1.0),
         kv_bytes=model.kv_bytes / shards,
         weight_bytes=model.weight_bytes / shards,
         exchange_token_s=crossing * model.hidden * 2.0 / (device.link_bytes_s * device.link_reached),
@@ -133,10 +133,10 @@ def physics_of(model: ModelShape, device: DeviceShape, shards: int) -> Physics:
     )
 
 
-def stack(physics: Sequence[Physics]) -> Physics:
-    """Many models as one: every number becomes an array [models, 1], which broadcasts over columns."""
-    table = np.array(physics, dtype=np.float64).reshape(len(physics), len(Physics._fields))
-    return Physics(*(table[:, i : i + 1] for i in range(table.shape[1])))
+def wide(table: npt.NDArray[np.float64], columns: int) -> npt.NDArray[np.float64]:
+    """[m, n] as n arrays [m, columns] in one: m models as one, by their numbers. All have all columns, as numpy is
+    slower by half where small arrays differ in shape."""
+    return np.repeat(table.T[:, :, None], columns, axis=2)
 
 
 def shards_needed(model: ModelShape, device: DeviceShape) -> int:

@@ -117,6 +117,13 @@ def test_higher_priorities_are_begun_first() -> None:
     assert _begun(dispatcher, 0.0, "d") == [("high", "d")]
 
 
+def test_what_waits_counts_behind_the_longest() -> None:
+    dispatcher = Dispatcher(ahead_s=0.1)
+    for name, work_s, model in (("a", 1.0, "m"), ("b", 5.0, "m"), ("c", 2.0, "m"), ("d", 9.0, "alone")):
+        dispatcher.arrived(_ticket(name, work_s, 5.0, model=model), 0.0)
+    assert dispatcher.waiting_s() == {"m": 3.0, "alone": 0.0}
+
+
 def test_a_device_that_is_gone_takes_its_work_along() -> None:
     dispatcher = Dispatcher(ahead_s=0.1)
     dispatcher.arrived(_ticket("a", 5.0, 9.0), 0.0)

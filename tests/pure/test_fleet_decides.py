@@ -455,6 +455,18 @@ def test_no_sequence_of_events_stops_it(seed: int) -> None:
     assert len(fleet.noted) < 400 and len(fleet.gauges) <= 6 and set(fleet.called) <= set("abcdef")
 
 
+@pytest.mark.parametrize(("late_every", "moves"), [(20, False), (2, True)])
+def test_a_shared_model_of_which_many_are_late_gets_more_though_none_waits(late_every: int, moves: bool) -> None:
+    brain = Brain(BrainSettings())
+    join(brain, known("a", attain=0.9), known("b", attain=0.9))
+    got, now = rest(brain, 0.0, 40.0), 40.0
+    for ended in range(1, 24):
+        now += 0.5
+        counts = Counts(20 * ended, 20 * ended, ended, ended // late_every, requests=ended)
+        got += play(brain, Counted({"a": counts}), now=now) + rest(brain, now, now + 0.4)
+    assert ("a to elastic: it needs 2 replicas" in sentences(got)) is moves
+
+
 def test_lost_instances_of_unknown_nodes_and_models_do_nothing() -> None:
     brain = Brain(BrainSettings())
     join(brain, known("a"))

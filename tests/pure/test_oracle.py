@@ -31,14 +31,15 @@ from janus_server.sched.roofline import (
     ASCEND_910C,
     DEVICES,
     ModelShape,
+    Physics,
     Work,
     decode,
     memory_share,
     physics_of,
     prefill,
     shards_needed,
-    stack,
     step,
+    wide,
 )
 
 QWEN3_8B = ModelShape(
@@ -111,7 +112,7 @@ def test_shards_split_the_work_and_add_an_exchange() -> None:
 def test_many_models_at_once_are_the_models_one_by_one() -> None:
     singles = [physics_of(model, device, 16) for model in (QWEN3_8B, DEEPSEEK_V3) for device in DEVICES]
     work = Work(np.array([[1.0, 64.0, 2048.0]]), np.array([[10.0, 1e5, 2e6]]), np.array([[10.0, 1e5, 4e3]]))
-    together = step(stack(singles), work)
+    together = step(Physics(*wide(np.array(singles), 3)), work)
     for i, physics in enumerate(singles):
         for j in range(3):
             alone = step(physics, Work(*(float(column[0, j]) for column in work)))

@@ -384,7 +384,7 @@ def test_all_of_a_file(tmp_path: Path) -> None:
     ("[workload]\nfactor = nan\n", "factor"),
     ("[workload]\nduration_s = -1\n", "duration_s"),
     ("[workload]\nsource = \"generatr\"\n", "generatr"),
-    ("[workload]\napps = [62]\n", "<= 61 - at `$.workload.apps[0]`"),
+    ("[workload]\napps = [62]\n", "workload.apps[0]: Expected `int` <= 61, not 62"),
     ("[workload]\nrates = { app99 = 2 }\n", "no application is named 'app99'"),
     ("[workload]\n[[workload.bursts]]\napp = \"app1\"\nat_s = 1\nmultiple = 2\n",
      "no application is named 'app1'; did you mean"),

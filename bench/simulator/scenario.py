@@ -32,6 +32,8 @@ from .workload import Chosen, Mapped, Split, check, check62, mapped, requests62
 _MOST_A_SECOND: Final = 200_000.0
 _MOST_REQUESTS: Final = 1e9
 _MOST_COPIES: Final = 10_000.0
+# With a handful of pages, models of one device do nothing but take them from each other.
+_LEAST_PAGES: Final = 32
 _CLIENT_TTFT_S, _CLIENT_TOKEN_S, _CLIENT_TPOT_S = 0.1, 0.2e-3, 0.05
 """What the published test clients promise, before their scale: TTFT by the length of the prompt, and TPOT."""
 
@@ -105,6 +107,9 @@ def _alike(hosts: Hosts, first: int, page_bytes: int) -> Iterable[NodeSpec]:
     if shape.memory_bytes * shape.memory_reached - shape.activation_bytes >= 1 > pool_pages:
         raise BadConfig(f"cluster.page: a page of {format_bytes(page_bytes)} is larger than what {shape.name} has for "
                         f"models")  # fmt: skip
+    if 1 <= pool_pages < _LEAST_PAGES:
+        raise BadConfig(f"cluster.page: {shape.name} has {pool_pages} of {format_bytes(page_bytes)}, and models that "
+                        f"share them need {_LEAST_PAGES} at least: choose smaller pages")  # fmt: skip
     if pool_pages < 1:
         raise BadConfig(
             f"{shape.name} with {format_bytes(int(shape.memory_bytes))} has no room for models beside "

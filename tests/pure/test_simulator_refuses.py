@@ -159,6 +159,12 @@ def test_copies_of_recorded_requests_are_bounded(tmp_path: Path) -> None:
         read(tmp_path, text)
 
 
+def test_a_handful_of_pages_is_refused(tmp_path: Path) -> None:
+    text = f'page = "10GB"\n{APPS}{ONE}per_second = 1\n'
+    with pytest.raises(BadConfig, match="need 32 at least"):
+        read(tmp_path, text)
+
+
 def test_a_burst_after_the_end_is_not_reported(tmp_path: Path) -> None:
     bursts = "".join(f'[[workload.bursts]]\napp = "a"\nat_s = {at}\nmultiple = 2\n' for at in (5, 30))
     assert read(tmp_path, f"{APPS}{ONE}per_second = 1\n{bursts}").bursts_s == (5.0,)

@@ -6,28 +6,11 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from real_cluster import SMALL, Cluster, Load, Process, complete, open_requests, post, stream
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
-from server_process import Server, tiny_model
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, seed=seed) for seed, name in enumerate("ab")}
-
-
-@pytest.fixture(scope="module")
-def texts(models: dict[str, Path]) -> dict[str, str]:
-    """What one node alone answers."""
-    with Server(*(f"{name}={path}" for name, path in models.items()), *SMALL) as server:
-        return {name: complete(server.url, name, tokens=40) for name in models}
 
 
 @pytest.fixture(scope="module")

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import SMALL, Cluster, Load, complete, open_requests, stream
+from real_cluster import Cluster, Load, complete, open_requests, stream
 
 from janus_server.journal import replay
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
-from server_process import Server, tiny_model
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, seed=seed) for seed, name in enumerate("ab")}
-
-
-@pytest.fixture(scope="module")
-def texts(models: dict[str, Path]) -> dict[str, str]:
-    with Server(*(f"{name}={path}" for name, path in models.items()), *SMALL) as server:
-        return {name: complete(server.url, name, tokens=40) for name in models}
 
 
 def under_load(cluster: Cluster, texts: dict[str, str]) -> Load:

@@ -1,0 +1,119 @@
+"""What `/admin/cluster` answers on any node: the whole cluster as that node sees it, for the dashboard and
+`janus status`. Pure.
+
+A node tells what it knows of itself (`NodeView`); whoever is asked asks all others and puts the answers beside each
+other (`ClusterView`). Counts only grow as long as a node's process lives: a reader takes differences, and counts that
+fell as nothing. Sizes are in pages and bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from janus_server.api.admin import Prediction, StageName, UnderWay
+
+
+class ModelView(msgspec.Struct, kw_only=True):
+    """One model on one node. running are requests in its batch and queue there, held those that wait at this node's
+    front for it to be served anywhere. weight_pages and kv_pages are what it holds of the pool now."""
+
+    model: str
+    stage: StageName
+    goal: StageName | None = None
+    under_way: UnderWay | None = None
+    pinned: bool = False
+    draining: bool = False
+    running: int = 0
+    held: int = 0
+    weight_pages: int = 0
+    kv_pages: int = 0
+    host_copy_bytes: int = 0
+    trouble: str | None = None
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """A histogram: counts[i] values were at most bounds_s[i] and more than the bound before; the last count is of those
+    beyond all bounds, so there is one more count than there are bounds."""
+
+    bounds_s: list[float]
+    counts: list[int]
+    sum_s: float
+
+
+class ApplicationView(msgspec.Struct, kw_only=True):
+    """The requests of one application (or of a model by its own name) that came to one node. ended are those that a
+    promise was made for and that are over; met_ttft, met_tpot and attained are those of them that kept it."""
+
+    application: str
+    model: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    attain: float | None = None
+    requests: int = 0
+    failed: int = 0
+    ended: int = 0
+    met_ttft: int = 0
+    met_tpot: int = 0
+    attained: int = 0
+    ttft: Spread
+    tpot: Spread
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """A sentence of the Brain's: what it ordered or found, of which model ("" for none), on which node ("" for none).
+    time is Unix time."""
+
+    time: float
+    term: int
+    kind: Literal["order", "decided", "refused", "done", "failed", "lost", "joined", "left"]
+    model: str = ""
+    node: str = ""
+    verb: str = ""
+    why: str
+
+
+class LeaderView(msgspec.Struct, kw_only=True):
+    """What only the leader knows: where models are served, what it expects of them, its last decisions, newest last.
+    draining are nodes that an operator has it empty."""
+
+    served: dict[str, list[str]]
+    predictions: dict[str, Prediction]
+    decisions: list[Decision]
+    draining: list[str] = []
+    waiting: dict[str, int] = {}
+
+
+class NodeView(msgspec.Struct, kw_only=True):
+    """One node. url is where its HTTP API is, "" where it is not known; leads holds what it knows as the leader, None
+    on all others. trouble says why nothing is known of a node that is a member: then the rest is empty."""
+
+    node: str
+    url: str = ""
+    host: str = ""
+    domain: str = ""
+    version: str = ""
+    up_s: float = 0.0
+    term: int = 0
+    leaving: bool = False
+    page_bytes: int = 0
+    pool_pages: int = 0
+    free_pages: int = 0
+    scratch_pages: int = 0
+    host_budget_bytes: int = 0
+    models: list[ModelView] = []
+    applications: list[ApplicationView] = []
+    leads: LeaderView | None = None
+    trouble: str | None = None
+
+
+class ClusterView(msgspec.Struct, kw_only=True):
+    """All nodes, by name. asked is the one that answers; leader is None while nobody leads. time is Unix time."""
+
+    object: Literal["cluster"] = "cluster"
+    asked: str
+    leader: str | None
+    term: int
+    time: float
+    nodes: list[NodeView]

@@ -163,9 +163,11 @@ static void dot_band(const Rows& rows, const Band& m, int64_t first, int64_t las
     const bool direct = total <= QROWS && rows.count() == (total > RMAX ? 2 : 1);
     const int64_t second = std::min(rows.first + 1, rows.last - 1);
     const Few few{rows.of(rows.first, m.k), rows.of(second, m.k), most, (int)total - most};
+    Target of_pass = to;  // few rows may be the last of many: what passes before them wrote lies above
+    of_pass.out += rows.blocks.start(rows.first) * to.stride;
     const bool quantised = with_quant(m.form, [&](auto form) {
         using F = decltype(form);
-        if (direct) return dot_columns<F>(few, m, first * STRIP, last * STRIP, to);
+        if (direct) return dot_columns<F>(few, m, first * STRIP, last * STRIP, of_pass);
         for (int64_t s = first; s < last;) {
             const int64_t column = s * STRIP / PANEL * PANEL;
             dot_expanded<F>(rows, m, column, to, scratch);

@@ -120,6 +120,24 @@ def test_rows_of_any_whole_number_of_blocks(native: Any, form: Form, k: int) -> 
         assert ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda f: f.label)
+def test_any_number_of_rows(native: Any, form: Form) -> None:
+    """Many rows pass over the weights in several goes, and the last go may be of one row or of a few."""
+    k, n, most = 4096, 40, 110
+    raw = some_rows(form, n, k, 5)
+    packed, plain = stored(native, ((form, raw),)), stored(native, ((Form.F32, meant(raw, form)),))
+    x = np.random.default_rng(5).standard_normal((most, k)).astype(np.float32)
+    want = native.empty((most, n), DType.F32)
+    native.linear(x, plain, None, want)
+    for rows in range(1, most + 1):
+        out = np.full((rows, n), np.nan, np.float32)
+        native.linear(x[:rows], packed, None, out)
+        assert out.tobytes() == want[:rows].tobytes(), f"{rows} rows"
+        alone = np.full((rows, n), np.nan, np.float32)
+        native.linear(x[:rows], plain, None, alone)
+        assert alone.tobytes() == want[:rows].tobytes(), f"{rows} rows of plain weights"
+
+
 @MANY
 @given(
     forms=st.lists(st.sampled_from(list(Form)), min_size=2, max_size=4), rows=st.sampled_from([1, 4, 5, 20, 40]),

@@ -110,6 +110,13 @@ class LoadRun:
             exchange.give_up("interrupted", "the run was stopped", self.now())
         self._check_over()
 
+    def enough(self) -> None:
+        """Send nothing more; what is under way goes on to its end."""
+        self._next = len(self._plans)
+        self._next_due_s = math.inf
+        self._held = False
+        self._check_over()
+
     def now(self) -> float:
         """Seconds since the start of the run."""
         return time.perf_counter() - self._started_s

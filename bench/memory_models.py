@@ -62,6 +62,6 @@ class Shape(NamedTuple):
         return {**found, "model.norm.weight": (hidden,)}
 
 
-def write_model(folder: Path, shape: Shape, seed: int) -> Path:
+def write_model(folder: Path, shape: Shape, seed: int, scale: float = 0.02) -> Path:
     """A Hugging Face folder; the same bytes for the same seed."""
-    return synthetic.write(folder, cast(Any, shape), seed)
+    return synthetic.write(folder, cast(Any, shape), seed, scale)

@@ -58,8 +58,8 @@ def shape_of(size_bytes: int) -> Shape:
     return Shape(hidden, max(1, round((size_bytes - 2 * _VOCAB * hidden) / layer_bytes)))
 
 
-def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """The checkpoint's folder."""
+def write(folder: Path, shape: Shape, seed: int = 0, scale: float = 0.02) -> Path:
+    """The checkpoint's folder. scale is the weights' deviation: what a model of small ones says repeats itself."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     _write_tokenizer(folder)
@@ -73,8 +73,8 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     # The same values over and over from another start: fresh ones for a gigabyte would take ten seconds.
-    noise = (np.random.default_rng(seed).standard_normal(_BLOCK_VALUES, np.float32) * 0.02).view(np.uint32) >> 16
-    block = noise.astype(np.uint16)
+    noise = np.random.default_rng(seed).standard_normal(_BLOCK_VALUES, np.float32) * np.float32(scale)
+    block = (noise.view(np.uint32) >> 16).astype(np.uint16)
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for number, size in enumerate(sizes.values()):

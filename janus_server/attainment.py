@@ -7,12 +7,14 @@ reads a clock.
 
 from __future__ import annotations
 
+import bisect
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from janus_server.api.cluster import ApplicationView, Spread
 from janus_server.applications import Application
 from janus_server.errors import Refused
 from janus_server.types import Promise, Request
@@ -103,6 +105,7 @@ class Families:
     def __init__(
         self, registry: CollectorRegistry, ttft_buckets_s: Sequence[float], tpot_buckets_s: Sequence[float]
     ) -> None:
+        self.ttft_s, self.tpot_s = ttft_buckets_s, tpot_buckets_s
         own, kind = ("application",), ("application", "kind")
         self.requests = Counter(
             "janus_application_requests", "Requests ended, by outcome", ("application", "model", "outcome"),
@@ -141,6 +144,45 @@ Told = Callable[[Request, Course, bool | None], None]
 """Hears how each request went, and whether it attained all that was promised; None where that cannot be said."""
 
 
+class Totals:
+    """One application's counts, as plain numbers too: reading them of the series takes a hundred times as long."""
+
+    def __init__(self, ttft_bounds_s: Sequence[float], tpot_bounds_s: Sequence[float]) -> None:
+        self._requests = self._failed = self._ended = 0
+        self._met = dict.fromkeys(Kind, 0)
+        self._ttft, self._tpot = _none(ttft_bounds_s), _none(tpot_bounds_s)
+
+    def add(self, course: Course, found: Mapping[Kind, bool]) -> None:
+        """How one more request went, and what it attained."""
+        self._requests += 1
+        self._failed += course.outcome is Outcome.FAILED
+        self._ended += Kind.OVERALL in found
+        for kind, attained in found.items():
+            self._met[kind] += attained
+        for spread, time_s in ((self._ttft, course.ttft_s), (self._tpot, course.tpot_s)):
+            if time_s is not None:
+                spread.counts[bisect.bisect_left(spread.bounds_s, time_s)] += 1
+                spread.sum_s += time_s
+
+    def view(self, application: Application) -> ApplicationView:
+        """What was counted so far."""
+        promise = application.promise
+        return ApplicationView(
+            application=application.name, model=application.model, ttft_s=promise.ttft_s, tpot_s=promise.tpot_s,
+            attain=promise.attain if kinds_of(promise) else None, requests=self._requests, failed=self._failed,
+            ended=self._ended, met_ttft=self._met[Kind.TTFT], met_tpot=self._met[Kind.TPOT],
+            attained=self._met[Kind.OVERALL], ttft=_copy(self._ttft), tpot=_copy(self._tpot),
+        )  # fmt: skip
+
+
+def _none(bounds_s: Sequence[float]) -> Spread:
+    return Spread(bounds_s=list(map(float, bounds_s)), counts=[0] * (len(bounds_s) + 1), sum_s=0.0)
+
+
+def _copy(spread: Spread) -> Spread:
+    return Spread(bounds_s=spread.bounds_s, counts=list(spread.counts), sum_s=spread.sum_s)
+
+
 class Counts:
     """One application's series with their labels resolved."""
 
@@ -149,6 +191,7 @@ class Counts:
         name, promise = application.name, application.promise
         self.promise = promise
         self.ttft, self.tpot = families.ttft.labels(name), families.tpot.labels(name)
+        self.totals = Totals(families.ttft_s, families.tpot_s)
         self._requests = {one: families.requests.labels(name, application.model, one.value) for one in Outcome}
         kinds = kinds_of(promise)
         self._promised = {kind: families.promised.labels(name, kind.value) for kind in kinds}
@@ -174,6 +217,7 @@ class Counts:
             self.tpot.observe(course.tpot_s)
         found = judge(self.promise, course) if self._promised and request.max_tokens else {}
         self._told(request, course, found.get(Kind.OVERALL))
+        self.totals.add(course, found)
         for kind, attained in found.items():
             self._promised[kind].inc()
             self._attained[kind].inc(attained)

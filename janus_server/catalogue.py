@@ -94,6 +94,8 @@ class OpenedModel:
             idle_s=self.entry.options.idle_s,
             pinned=self.entry.options.pinned,
             preload=self.entry.options.preload,
+            kv_token_bytes=self.kv.token_bytes,
+            context_tokens=self.context_tokens,
         )
 
     def card(self, prefix_caching: bool) -> ModelCard:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from janus_server import cli_admin
 from janus_server.errors import BadConfig, BadModel
 from janus_server.suggest import nearest
 
@@ -25,6 +26,9 @@ Serve language models on this machine, behind an OpenAI-compatible HTTP API.
   janus chat                                    talk to it in this terminal
   janus models                                  where its models stand; load, wake, sleep, evict, fork and pin them
   janus memory                                  who holds which pages of its memory
+  janus status                                  all nodes of its cluster, their models and requests, what was decided
+  janus drain NODE                              empty a node of it, so that it can be stopped
+  janus dashboard                               the same in a browser: the address, with the key that opens it
   janus doctor                                  what this machine can run, and why
 """
 _SERVE_EXAMPLES: Final = """\
@@ -70,28 +74,12 @@ examples:
   janus chat --url http://10.0.0.5:8000 --model chat --system "Answer in French."
 the server's API key is taken from JANUS_API_KEY
 """
-_MODELS_EXAMPLES: Final = """\
-list (the default) shows every model: active (on the device), warm (a copy in host memory) or cold (its files only).
-load and wake bring one onto the device, sleep leaves a copy in host memory, evict leaves nothing. A pinned model stays.
-fork copies one from the memory of another server of yours on this machine; both are to be started with --node NAME.
-
-examples:
-  janus models
-  janus models load qwen --wait                 with a bar; exit code 1 when it cannot be loaded
-  janus models sleep qwen
-  janus models fork qwen --from n1 --wait
-  janus models list --json --url http://10.0.0.5:8000
-"""
 _REPLAY_EXAMPLES: Final = """\
 examples:
   janus serve a=~/models/x b=~/models/y --journal journal.jsonl
   janus replay journal.jsonl --sentences        what was decided when, and why
+  janus replay journal.jsonl.*                  of a cluster: one file for each term, NAME.NODE.TERM
 exit code 1 when a decision comes out otherwise than it did
-"""
-_ADMIN_KEY: Final = """
-This needs the server's admin key, taken from JANUS_ADMIN_KEY. A server that only this machine can reach and that has no
-admin key makes one for the user who started it, in a file that nobody else can read ($XDG_RUNTIME_DIR/janus or
-~/.cache/janus/run, one a port, removed at its end): that user need not set anything.
 """
 _BENCH_EXAMPLES: Final = """\
 examples:
@@ -112,14 +100,17 @@ examples:
   janus bench simulate_day                      every policy on a whole day, the cluster sized for the trace's peaks
   janus bench simulate_loads                    how long copies take in the simulator, beside the published times
   janus bench simulate_devices                  its two fidelities; simulate_agreement: on a cluster; simulate_fit: CPUs
+  janus bench cluster                           what it costs that a request comes in at one node and runs on another
+  janus bench chaos                             a cluster under load whose nodes are killed, stopped and cut off
+  janus bench live shadow                       the live scheduler on paced nodes, beside the simulator
+  janus bench transfer                          how fast one node copies another's memory, beside bare sockets
   janus bench serve --help                      what a benchmark takes
 """
-# Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
-_MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
 _BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle",
                   "simulate", "plan", "workload", "simulate_sweep", "simulate_day", "simulate_loads",
-                  "simulate_devices", "simulate_agreement", "simulate_fit")  # fmt: skip
+                  "simulate_devices", "simulate_agreement", "simulate_fit", "chaos",
+                  "cluster", "live", "transfer")  # fmt: skip
 # Benchmarks that are commands of their own too.
 _WHOLE: Final = {
     "simulate": "try whole days of an imaginary cluster",
@@ -182,10 +173,8 @@ def _run(chosen: argparse.Namespace, commands: dict[str, _Parser]) -> int:
             return _serve(chosen)
         case "chat":
             return _chat(chosen)
-        case "models":
-            return _models(chosen)
-        case "memory":
-            return _memory(chosen)
+        case "models" | "memory" | "status" | "dashboard" | "drain":
+            return cli_admin.run(chosen)
         case "replay":
             return _replay(chosen)
         case "doctor":
@@ -234,51 +223,10 @@ def _chat(chosen: argparse.Namespace) -> int:
     )
 
 
-def _models(chosen: argparse.Namespace) -> int:
-    from janus_server.config import admin_key, run_folders
-    from janus_server.terminal.models import LIST, ModelsOptions, run
-
-    if chosen.source is not None and chosen.action != "fork":
-        raise BadConfig("--from says which node to copy a model from; write: janus models fork MODEL --from NODE")
-    if chosen.action != LIST and chosen.model is None:
-        raise BadConfig(f"which model? write: janus models {chosen.action} MODEL (janus models lists them)")
-    return run(
-        ModelsOptions(
-            url=chosen.url,
-            action=chosen.action,
-            model=chosen.model,
-            source=chosen.source,
-            wait=chosen.wait,
-            timeout_s=_seconds("--timeout", chosen.timeout),
-            as_json=chosen.json,
-            key=admin_key(),
-            folders=run_folders(),
-        )
-    )
-
-
-def _memory(chosen: argparse.Namespace) -> int:
-    from janus_server.config import admin_key, run_folders
-    from janus_server.terminal.memory import MemoryOptions, run
-
-    return run(
-        MemoryOptions(chosen.url, as_json=chosen.json, watch=chosen.watch, key=admin_key(), folders=run_folders())
-    )
-
-
 def _replay(chosen: argparse.Namespace) -> int:
     from janus_server.terminal.replay import ReplayOptions, run
 
-    return run(ReplayOptions(Path(chosen.file).expanduser(), sentences=chosen.sentences))
-
-
-def _seconds(flag: str, text: str) -> float:
-    from janus_server.units import parse_seconds
-
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise BadConfig(f"{flag}: {error}") from None
+    return run(ReplayOptions(tuple(Path(file).expanduser() for file in chosen.files), sentences=chosen.sentences))
 
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
@@ -308,8 +256,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     commands = {
         "serve": _serve_parser(kinds),
         "chat": _chat_parser(kinds),
-        "models": _models_parser(kinds),
-        "memory": _memory_parser(kinds),
+        **cli_admin.parsers(kinds),
         "replay": _replay_parser(kinds),
         "doctor": _doctor_parser(kinds),
         "bench": kinds.add_parser("bench", help="measure speed", epilog=_BENCH_EXAMPLES),
@@ -354,41 +301,13 @@ def _chat_parser(kinds: Any) -> _Parser:
     return parser
 
 
-def _models_parser(kinds: Any) -> _Parser:
-    parser: _Parser = kinds.add_parser(
-        "models", help="show the models of a running server, and load, wake, sleep, evict, fork or pin them",
-        epilog=_MODELS_EXAMPLES + _ADMIN_KEY,
-    )  # fmt: skip
-    parser.add_argument(
-        "action", nargs="?", default="list", choices=_MODEL_ACTIONS, metavar="ACTION",
-        help=f"one of: {', '.join(_MODEL_ACTIONS)}",
-    )  # fmt: skip
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model's name, as the list shows it")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
-    parser.add_argument(
-        "--from", dest="source", metavar="NODE", help="with fork, the node to copy from (default: one that holds it)"
-    )
-    parser.add_argument("--wait", action="store_true", help="until it is done")
-    parser.add_argument("--timeout", default="10min", metavar="DURATION", help="with --wait, at most (default 10min)")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
-    return parser
-
-
-def _memory_parser(kinds: Any) -> _Parser:
-    parser: _Parser = kinds.add_parser(
-        "memory", help="show who holds which pages of a running server's memory", epilog=_ADMIN_KEY
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--watch", action="store_true", help="draw it every second until Ctrl-C")
-    return parser
-
-
 def _replay_parser(kinds: Any) -> _Parser:
     parser: _Parser = kinds.add_parser(
         "replay", help="decide again what a journal tells of, and compare", epilog=_REPLAY_EXAMPLES
     )
-    parser.add_argument("file", metavar="FILE", help="a journal, as janus serve --journal FILE writes it")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a journal, as janus serve --journal FILE writes it; of a cluster, many"
+    )
     parser.add_argument("--sentences", action="store_true", help="print each decision's sentence first")
     return parser
 

@@ -28,6 +28,10 @@ from janus_server.settings import LogLevel as LogLevel
 from janus_server.settings import OracleChoice as OracleChoice
 from janus_server.settings import Setting
 from janus_server.suggest import nearest
+from janus_server.types import Split
+
+# Where peers reach a node whose cluster is one host.
+_OWN_HOST: Final = "127.0.0.1"
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +91,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     oracle: OracleChoice = OracleChoice.AUTO
     journal: Path | None = None
+    paced: Path | None = None
     node: str | None = None
     run_dir: Path | None = None
     nodes: int = 1
     join: str | None = None
     cluster_secret: Path | None = None
+    pd_split: Split = Split.OFF
     domain: str | None = None
-    peer_host: str = "127.0.0.1"
+    peer_host: str = _OWN_HOST
     peer_certfile: Path | None = None
     peer_keyfile: Path | None = None
     peer_cafile: Path | None = None
@@ -166,6 +172,21 @@ def admin_key() -> str | None:
     return os.environ.get(keys.ADMIN_VARIABLE) or None
 
 
+def _check_alone(config: ServeConfig) -> None:
+    """What only nodes of a cluster have a use for must not be taken without a word by one that is alone."""
+    if config.join is not None or config.nodes > 1:
+        return
+    given = {
+        "--cluster-secret": config.cluster_secret is not None, "--domain": config.domain is not None,
+        "--peer-host": config.peer_host != _OWN_HOST, "--peer-certfile": config.peer_certfile is not None,
+        "--peer-keyfile": config.peer_keyfile is not None, "--peer-cafile": config.peer_cafile is not None,
+        "--pd-split": config.pd_split is not Split.OFF,
+    }  # fmt: skip
+    for flag, is_given in given.items():
+        if is_given:
+            raise BadConfig(f"{flag} is for a server that is part of a cluster: give --nodes N or --join WHERE")
+
+
 def _checked(config: ServeConfig) -> ServeConfig:
     """What no single setting can judge: the budget in whole pages, and room for at least a few of them."""
     pages = config.memory_bytes // config.page_bytes
@@ -184,8 +205,7 @@ def _checked(config: ServeConfig) -> ServeConfig:
         raise BadConfig("--run-dir says where nodes of this machine meet: give this one a name with --node NAME")
     if config.nodes > 1 and config.node is not None:
         raise BadConfig("--nodes names its nodes itself: leave --node out")
-    if config.join is None and config.nodes == 1 and config.cluster_secret is not None:
-        raise BadConfig("--cluster-secret is for a server that is part of a cluster: give --join WHERE")
+    _check_alone(config)
     peer_files = (config.peer_certfile, config.peer_keyfile, config.peer_cafile)
     if any(peer_files) and not all(peer_files):
         raise BadConfig("--peer-certfile, --peer-keyfile and --peer-cafile go together: give all three, or none")

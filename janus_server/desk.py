@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from janus_server.orders import Dispatch, Ticket, Traffic
+import msgspec
+
+from janus_server.orders import Counts, Dispatch, Ticket, Traffic
 from janus_server.sched.cost import Shape, StepCost
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ class PromptCosts:
     def work_s(self, model: str, tokens: int) -> float:
         """A prompt of so many tokens, alone."""
         return self._costs[model].prompt_s(tokens, 0.0, self._step_tokens, Shape())
+
+    def priced(self, counts: Mapping[str, Counts]) -> dict[str, Counts]:
+        """With what prompts take, of the models that ran here."""
+        found = dict(counts)
+        for model, counted in counts.items():
+            if model in self._costs and (prompt := self._costs[model].prompt(self._step_tokens)) is not None:
+                found[model] = msgspec.structs.replace(counted, prompt=prompt)
+        return found
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step what prompts take. Steps that only decode teach nothing of that."""

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
 from janus_server.catalogue import OpenedModel
 from janus_server.config import ServeConfig
 from janus_server.executor import Engine
 from janus_server.kernels.table import Kernels
 from janus_server.kv.blocks import KvPages
-from janus_server.kv.prefix import PrefixCache
+from janus_server.kv.prefix import Follower, PrefixCache
 from janus_server.kv.xtensor import XTensor
 from janus_server.model.decoder import Decoder
 from janus_server.model.runner import Runner
@@ -21,11 +22,15 @@ from janus_server.model.weights import Weights
 from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.scarcity import Scarcity
 
+if TYPE_CHECKING:
+    from janus_server.paced import Imagined
+
 
 def engine_of(
-    opened: OpenedModel, weights: Weights, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity
-) -> Engine:
-    """The device side of a model whose weights are bound to their addresses."""
+    opened: OpenedModel, weights: Weights, config: ServeConfig, xtensor: XTensor, kernels: Kernels, scarcity: Scarcity,
+    follower: Follower | None = None,
+) -> Engine:  # fmt: skip
+    """The device side of a model whose weights are bound to their addresses. The follower is its prefix cache's."""
     name, spec, kv = opened.name, opened.spec, opened.kv
     cache = tuple(
         kernels.cache_layer(
@@ -45,6 +50,15 @@ def engine_of(
         one_prompt_at_a_time=config.one_prompt_at_a_time,
         prefix_caching=config.prefix_cache,
     )
-    batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32)), scarcity, limits)
+    batcher = Batcher(pages, PrefixCache(pages, secrets.token_bytes(32), follower), scarcity, limits)
     runner = Runner(decoder, kernels, xtensor.slab, config.page_bytes)
     return Engine(name, batcher, runner, opened.placed.total_bytes)
+
+
+def imagined_of(config: ServeConfig) -> Imagined | None:
+    """The device that this node is to be as slow as, in an experiment."""
+    if config.paced is None:
+        return None
+    from janus_server.paced import Imagined
+
+    return Imagined.of_file(config.paced, [entry.name for entry in config.models])

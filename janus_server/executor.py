@@ -58,15 +58,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """arrived_s is monotonic seconds, taken where the request came in: age orders the queue. matcher is its compiled
-    grammar at its start, the device thread's from now on. begun: its choices that are not over, where it ran elsewhere.
-    """
+    """arrived_s (monotonic) is when it came in: age orders the queue. matcher is its grammar at its start, the device
+    thread's from now on. begun: its choices that are not over, where it ran elsewhere; cached: see `Batcher.add`."""
 
     model: str
     request: Request
     arrived_s: float
     matcher: Any = None
     begun: tuple[Begun, ...] | None = None
+    cached: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -182,6 +182,7 @@ class DeviceThread:
         engine = self._engines.get(model)
         if engine is None or not engine.batcher.idle:
             return False
+        self._scarcity.loans.recall(engine.batcher)
         engine.batcher.prefix.clear()
         require(engine.batcher.kv.held == 0, f"{model} is idle and still holds KV pages")
         del self._engines[model]
@@ -261,7 +262,7 @@ class DeviceThread:
         """
         for engine in tuple(self._engines.values()):
             with self._guard(engine):
-                require(engine.batcher.idle, "requests wait and nothing can run")
+                require(engine.batcher.idle or self._scarcity.passing, "requests wait and nothing can run")
         try:
             self._pool.check()
         except Bug as error:
@@ -305,7 +306,7 @@ class DeviceThread:
         if engine is not None:
             with self._guard(engine):
                 if order.begun is None:
-                    engine.batcher.add(request, order.arrived_s, order.matcher)
+                    engine.batcher.add(request, order.arrived_s, order.matcher, order.cached)
                 else:
                     engine.batcher.resume(request, order.arrived_s, order.begun)
         self._checked = False

@@ -14,6 +14,7 @@ from janus_server.errors import Refused
 if TYPE_CHECKING:
     from janus_server.executor import Cancel, DeviceThread, Submit
     from janus_server.instance import Call
+    from janus_server.kv.prefix import Follower
 
 
 class Entrant(Protocol):
@@ -50,6 +51,16 @@ class Entrance(Protocol):
     def started(self, call: Call) -> None: ...
 
     def held_s(self, call: Call) -> float: ...
+
+
+class Outside(Protocol):
+    """What a node that is one of many has around its models."""
+
+    def line(self, model: str) -> Entrance:
+        """Calls come in through it, and not through what runs them here."""
+
+    def trail(self, model: str) -> Follower | None:
+        """Follows a prefix cache of the model that is made now."""
 
 
 class Desk(Protocol):

@@ -55,6 +55,8 @@ class Gauged(Protocol):
 
     def loads(self) -> Mapping[str, types.Load]: ...
 
+    def handed_over(self) -> types.HandedOver | None: ...
+
 
 class Joined:
     """What `generate_latest` walks: the registry without its creation times, then what was read of the node."""
@@ -83,6 +85,8 @@ def read(node: Gauged) -> Iterator[Metric]:
     yield from _model_families(node)
     yield from _batcher_families(node.stats())
     yield from _pool_families(node)
+    if (handed := node.handed_over()) is not None:
+        yield from _handed_families(handed)
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
@@ -170,3 +174,17 @@ def _pool_families(node: Gauged) -> Iterable[Metric]:
     total = GaugeMetricFamily("janus_pool_total_pages", "Physical pages of the pool", value=node.pool_pages)
     free = GaugeMetricFamily("janus_pool_free_pages", "Physical pages that nobody holds", value=node.free_pages)
     return pages, total, free
+
+
+def _handed_families(handed: types.HandedOver) -> Iterable[Metric]:
+    """Of a node in a cluster: prompts that others were to compute for requests that run here."""
+    prompts = CounterMetricFamily(
+        "janus_prompts_elsewhere", "Prompts that another node was to compute, by what came of it", labels=("outcome",)
+    )
+    prompts.add_metric(("brought",), handed.brought)
+    prompts.add_metric(("computed here",), handed.failed)
+    pages = CounterMetricFamily("janus_kv_pages_brought", "KV pages copied from other nodes", value=handed.pages)
+    seconds = CounterMetricFamily(
+        "janus_prompts_brought_seconds", "Seconds until those prompts were here", value=handed.seconds
+    )
+    return prompts, pages, seconds

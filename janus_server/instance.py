@@ -116,7 +116,11 @@ class Call:
     @property
     def id(self) -> str:
         """That of its first request: no other call has it."""
-        return self._answers[0].request.id
+        return self.first.id
+
+    @property
+    def first(self) -> Request:
+        return self._answers[0].request
 
     @property
     def prompt_tokens(self) -> int:

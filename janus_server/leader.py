@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
+from janus_server.api.cluster import LeaderView
+from janus_server.cluster.decisions import Decisions
+from janus_server.cluster.sight import leader_view
 from janus_server.desk import FrontDesk
 from janus_server.errors import Refused
 from janus_server.fitting import Fitter
@@ -37,6 +40,7 @@ from janus_server.orders import (
     Unwanted,
     Wanted,
     Wish,
+    Wished,
 )
 from janus_server.peers import Peers
 from janus_server.sched.brain import Brain
@@ -61,7 +65,18 @@ class Leads(Protocol):
 
     async def look(self) -> None: ...
 
-    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer: ...
+    async def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer: ...
+
+    async def ask_leader(self, event: Wished) -> Answer: ...
+
+    @property
+    def in_term(self) -> int: ...
+
+    def leading(self) -> LeaderView | None:
+        """What it knows as the leader, without predictions; None where another node leads."""
+
+    def held(self, model: str) -> int:
+        """Calls that came here and that nobody has begun."""
 
     def settled(self, model: str) -> bool: ...
 
@@ -109,22 +124,37 @@ class Leader:
         self._timer: asyncio.TimerHandle | None = None
         self._wanted: frozenset[str] = frozenset()
         self._due = False
+        self._decisions = Decisions(brain.term)
 
     def join(self, pool_pages: int, host_bytes: int) -> None:
         """Tell the Brain what the node has; from here on it leads."""
         offers = {} if self._peers is None else self._peers.offers()
         self.tell(Joined(self._node, pool_pages, host_bytes, self._lifecycle.known(), offers))
 
-    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
+    async def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
         """An operator's wish, and the Brain's answer to it. FORK takes the name of the node to copy from."""
-        answers = [a for a in self.tell(Asked(model, wish, source)) if isinstance(a, Answer)]
-        return answers[0]
+        return await self.ask_leader(Asked(model, wish, source))
+
+    async def ask_leader(self, event: Wished) -> Answer:
+        return next(action for action in self.tell(event) if isinstance(action, Answer))
 
     async def look(self) -> None:
         """Tell the Brain what peers hold now."""
         if self._peers is not None:
             await self._peers.look()
             self.tell(Offered(self._peers.offers()))
+
+    @property
+    def in_term(self) -> int:
+        return self._brain.term
+
+    def leading(self) -> LeaderView:
+        held = {model: self.held(model) for model in self._lifecycle.residents}
+        return leader_view(self._brain, self._decisions.last(), held)
+
+    def held(self, model: str) -> int:
+        """Calls that wait for it to be Active."""
+        return self._lifecycle.residents[model].flow.held
 
     def settled(self, model: str) -> bool:
         """True when nothing is under way for the model and nobody's wish for it is open."""
@@ -165,6 +195,7 @@ class Leader:
             led_to = self._brain.on(event, now)
             self._record(Entry(now, event, tuple(led_to)))
             actions += led_to
+            self._decisions.see(event, led_to, time.time())
             self._seen(event)
         for action in actions:
             self._seen(action)

@@ -20,10 +20,10 @@ import msgspec
 
 from janus_server.catalogue import OpenedModel, tokenizer_of
 from janus_server.config import ServeConfig
-from janus_server.engine import engine_of
+from janus_server.engine import engine_of, imagined_of
 from janus_server.errors import BadConfig, BadModel
 from janus_server.executor import DeviceThread, Engine
-from janus_server.flow import Desk, Entrance, Flow
+from janus_server.flow import Desk, Entrance, Flow, Outside
 from janus_server.fork import offer_of, want_of
 from janus_server.instance import ServedModel
 from janus_server.kernels.table import Kernels
@@ -72,10 +72,9 @@ class Lifecycle:
         progress: Progress,
         peering: Peering | None = None,
         deadlines: Deadlines = DEADLINES,
-        front: Callable[[str], Entrance] | None = None,
+        outside: Outside | None = None,
     ) -> None:
-        """With a front, calls come in through that of their model, and not through what runs it here."""
-        self._front = front
+        self._outside = outside
         self._config = config
         self._xtensor = xtensor
         self._kernels = kernels
@@ -86,7 +85,11 @@ class Lifecycle:
         self._copies = copies
         self._peering = peering
         self._deadlines = deadlines
-        self._mover = Mover(config, kernels, copies, progress, self.copy_rate)
+        self.imagined = imagined_of(config)
+        if self.imagined is not None:
+            self.imagined.hold_back(xtensor.pool)
+        mover = Mover if self.imagined is None else self.imagined.mover
+        self._mover = mover(config, kernels, copies, progress, self.copy_rate)
         self.grants = Grants()
         self.cards: Mapping[str, ModelCard] = {one.name: one.card(config.prefix_cache) for one in catalogue}
         self._threads = ThreadPoolExecutor(COPY_THREADS, "janus-copy")
@@ -95,7 +98,13 @@ class Lifecycle:
         }
 
     def known(self) -> tuple[KnownModel, ...]:
-        return tuple(resident.opened.known() for resident in self.residents.values())
+        known = tuple(resident.opened.known() for resident in self.residents.values())
+        return known if self.imagined is None else self.imagined.known(known)
+
+    @property
+    def host_bytes(self) -> int:
+        """The budget for host copies, as a leader is told of it."""
+        return self._config.host_memory_bytes if self.imagined is None else self.imagined.pacing.host_bytes
 
     @property
     def serving(self) -> bool:
@@ -125,7 +134,7 @@ class Lifecycle:
                 if resident.served is None:
                     tokenizer = await asyncio.to_thread(tokenizer_of, resident.opened, self._renderers)
                     target = resident.opened.target(tokenizer)
-                    flow: Entrance = resident.flow if self._front is None else self._front(name)
+                    flow: Entrance = resident.flow if self._outside is None else self._outside.line(name)
                     resident.served = ServedModel(self.cards[name], target, tokenizer, flow, self._streams)
         return resident.served
 
@@ -193,6 +202,8 @@ class Lifecycle:
     def close(self) -> None:
         """End the copy threads; orders under way were cancelled before."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        if self.imagined is not None:
+            log.warning("%s", self.imagined.told())
 
     # Orders
 
@@ -203,7 +214,7 @@ class Lifecycle:
         resident.stop, resident.trouble, resident.laps = False, None, Laps()
         steps: Mapping[Verb, Callable[[Resident], Awaitable[None]]] = {
             Verb.LOAD: self._load, Verb.WAKE: self._wake, Verb.SLEEP: self._sleep, Verb.UNLOAD: self._unload,
-            Verb.FORK: lambda resident: self._fork(resident, order.source),
+            Verb.FORK: lambda resident: self._fork(resident, order),
         }  # fmt: skip
         limit_s = self._deadlines.limit_s(resident.opened.placed.total_bytes, self._config.copy_bytes_per_s)
         try:
@@ -251,11 +262,11 @@ class Lifecycle:
             raise NotNow("there is no host copy to wake from")
         await self._bring_in(resident, lambda memory: self._mover.wake(resident, memory, copy))
 
-    async def _fork(self, resident: Resident, source: str | None) -> None:
-        if self._peering is None or source is None:
+    async def _fork(self, resident: Resident, order: Order) -> None:
+        if self._peering is None or order.source is None:
             raise NotNow("this node has no peers to copy from")
-        want = want_of(resident.opened, self._kernels, resident.digest)
-        async with pulling(self._peering, source, want) as pull:
+        want = want_of(resident.opened, self._kernels, resident.digest, order.term)
+        async with pulling(self._peering, order.source, want) as pull:
 
             async def confirm() -> None:
                 await pull.confirm()
@@ -370,7 +381,9 @@ class Lifecycle:
         if resident.engine is None:
             opened = resident.opened
             weights = resident.weights or bind(opened.placed, self._kernels, memory.array)
-            resident.engine = engine_of(opened, weights, self._config, self._xtensor, self._kernels, self._scarcity)
+            trail = None if self._outside is None else self._outside.trail(opened.name)
+            engine = engine_of(opened, weights, self._config, self._xtensor, self._kernels, self._scarcity, trail)
+            resident.engine = engine if self.imagined is None else self.imagined.engine(engine)
         return resident.engine
 
     async def _on_device(self, work: Callable[[], T]) -> T:

@@ -19,9 +19,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
 from janus_server import types
+from janus_server.api.cluster import ApplicationView
 from janus_server.api.plan import Call
 from janus_server.applications import Application
-from janus_server.attainment import Counts, Course, Families, Outcome, Told
+from janus_server.attainment import Counts, Course, Families, Outcome, Told, Totals
 from janus_server.gauges import ENGINE, LABELS, Joined
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,7 +46,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._models: dict[str, ModelMetrics] = {}
         self._families = Families(self.registry, TTFT_S, TOKEN_S)
-        self._applications: dict[str, Counts] = {}
+        self._applications: dict[str, tuple[Application, Counts]] = {}
         counter, histogram = self._counter, self._histogram
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.prompt_tokens_cached = counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
@@ -98,8 +99,15 @@ class Metrics:
     def application(self, application: Application) -> Counts:
         """The counts of a served application; its series exist from the first time it is named."""
         if application.name not in self._applications:
-            self._applications[application.name] = Counts(self._families, application, self._told)
-        return self._applications[application.name]
+            self._applications[application.name] = application, Counts(self._families, application, self._told)
+        return self._applications[application.name][1]
+
+    def views(self, listed: Sequence[Application]) -> list[ApplicationView]:
+        """What was counted of every application that is listed or had a request."""
+        known = {application.name: (application, counts.totals) for application, counts in self._applications.values()}
+        for application in listed:
+            known.setdefault(application.name, (application, Totals(TTFT_S, TOKEN_S)))
+        return [totals.view(application) for _, (application, totals) in sorted(known.items())]
 
     def render(self, gauges: Sequence[Metric], active: Sequence[str]) -> bytes:
         """The text of /metrics, with what `gauges.read` found. Any thread.

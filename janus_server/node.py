@@ -7,7 +7,6 @@ node executes and decides nothing: `leader` carries the Brain's orders here.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, ParamSpec
 import msgspec
 
 from janus_server.applications import Applications
-from janus_server.catalogue import OpenedModel, headroom_pages, open_models, scratch_pages
+from janus_server.catalogue import OpenedModel
+from janus_server.cluster.lookout import Lookout, Party
+from janus_server.cluster.sight import Outside
 from janus_server.config import OracleChoice, ServeConfig
 from janus_server.desk import FrontDesk, NoDesk
 from janus_server.errors import BadModel, Refused
@@ -26,16 +27,12 @@ from janus_server.fitting import Fitter, possible
 from janus_server.fork import want_of
 from janus_server.instance import ServedModel
 from janus_server.journal import Entry, Journal
-from janus_server.kernels.choose import choose
-from janus_server.kernels.table import Kernels
-from janus_server.kv.host import HostCopies, chunks_for
-from janus_server.kv.touch import Ahead, TouchAhead
-from janus_server.kv.vmm_cpu import CpuMemory
-from janus_server.kv.xtensor import XTensor
+from janus_server.kv.host import HostCopies
+from janus_server.kv.touch import TouchAhead
 from janus_server.leader import Leader, Leads
 from janus_server.lifecycle import UNREADABLE, Lifecycle
-from janus_server.model.checkpoint import contents_of
 from janus_server.observe.log import decision
+from janus_server.opening import Opened, ahead_of, open_node
 from janus_server.operate import Operator
 from janus_server.orders import Action, Answer, Event, Stage, Wish
 from janus_server.peers import Peers
@@ -43,6 +40,7 @@ from janus_server.prepared import Prepared
 from janus_server.resident import Progress
 from janus_server.sched.brain import Brain
 from janus_server.sched.scarcity import Scarcity
+from janus_server.sched.split import SplitSettings
 from janus_server.sched.state import BrainSettings
 from janus_server.starting import Start
 from janus_server.streams import Streams
@@ -50,28 +48,19 @@ from janus_server.telemetry import Pool, Telemetry, measured
 from janus_server.tokens.render import Renderers
 from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import PeerServer
-from janus_server.types import BatcherStats, Load, ModelCard, Owner
+from janus_server.types import BatcherStats, HandedOver, Load, ModelCard, Owner
 from janus_server.watch import Watch
 
 if TYPE_CHECKING:
     from janus_server.cluster.hosting import Hosting
     from janus_server.cluster.meeting import Place
     from janus_server.cluster.member import Member
+    from janus_server.paced import Imagined
 
 log = logging.getLogger("janus.node")
 
 NODE = "n0"
 P = ParamSpec("P")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
-    """What the start made on its worker thread."""
-
-    kernels: Kernels
-    catalogue: tuple[OpenedModel, ...]
-    memory: CpuMemory
-    xtensor: XTensor
 
 
 class Node:
@@ -85,7 +74,7 @@ class Node:
         self._peering = peering
         self._peers: PeerServer | None = None
         self.cards: Mapping[str, ModelCard] = MappingProxyType({})
-        self._settings = BrainSettings()
+        self._settings = BrainSettings(split=SplitSettings(choice=config.pd_split))
         self.telemetry = Telemetry(self._settings.oracle.window_s)
         self.streams = Streams(self.telemetry.arrived)
         self.pool_pages = config.memory_bytes // config.page_bytes
@@ -98,6 +87,8 @@ class Node:
         self._leader: Leads | None = None
         self._desk: FrontDesk | NoDesk | None = None
         self.operator: Operator | None = None
+        self.outside = Outside()
+        self.lookout: Lookout | None = None
         self._prepared: Prepared | None = None
         self._renderers = Renderers()
         self._stats: Mapping[str, BatcherStats] = MappingProxyType({})
@@ -140,11 +131,11 @@ class Node:
         residents = self._lifecycle.residents if self._lifecycle is not None else {}
         return {name: resident.stage for name, resident in residents.items()}
 
-    def ask(self, name: str, wish: Wish, source: str | None = None) -> Answer:
+    async def ask(self, name: str, wish: Wish, source: str | None = None) -> Answer:
         """An operator's wish for a model of the catalogue, and what the Brain answers. FORK names the source's node."""
         if self._leader is None:
             return Answer(name, False, "the node is still starting")
-        return self._leader.ask(name, wish, source)
+        return await self._leader.ask(name, wish, source)
 
     def settled(self, name: str) -> bool:
         """True when the model stands where the Brain wants it, as far as it is known now."""
@@ -177,7 +168,7 @@ class Node:
         Raises BadModel or BadConfig when a model cannot be served here.
         """
         loop = asyncio.get_running_loop()
-        opened = await asyncio.to_thread(_open, self._config, self._peering is not None)
+        opened = await asyncio.to_thread(open_node, self._config, self._peering is not None)
         xtensor = opened.xtensor
         copies, watch = HostCopies(self._config.host_memory_bytes), Watch()
         toucher = self._toucher = TouchAhead(xtensor.touched, copies.touched, lambda: lifecycle.resting)
@@ -195,42 +186,45 @@ class Node:
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
             copies, here, _each(watch.progress, progress), self._peering,
-            front=None if member is None else member.front.line,
+            outside=member,
         )  # fmt: skip
         prepared = self._prepared = Prepared(lifecycle, self._config.prepare_bytes)
-        peers = None
-        if self._peering is not None:
-            names = [one.name for one in opened.catalogue]
-            self._peers = PeerServer(
-                self._peering, opened.memory, lifecycle.grants, lifecycle.offer, names, lifecycle.copy_rate
-            )
-            peers = Peers(self._peering, {o.name: want_of(o, opened.kernels, None) for o in opened.catalogue})
-            await peers.look()
+        peers = None if self._peering is None else await self._share(self._peering, opened, lifecycle)
         self.cards = MappingProxyType(lifecycle.cards)
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
-        settings = self._foresee(opened.catalogue, xtensor.pool.free_pages)
+        settings = self._foresee(opened.catalogue, xtensor.pool.free_pages, lifecycle.imagined)
         see = _each(_each(watch.see, self.telemetry.see), prepared.see)
         device.start()
-        toucher.start(_ahead(opened.catalogue))
+        toucher.start(ahead_of(opened.catalogue))
         self._pages, self.free_pages = xtensor.pool.held(), xtensor.pool.free_pages
         start = Start(lifecycle.trouble)
         leads: Leads | None = member
         if leads is None:
             leads = leader = self._alone(settings, lifecycle, desk, _each(see, start.see), peers)
-            leader.join(self.free_pages, self._config.host_memory_bytes)
+            leader.join(self.free_pages, lifecycle.host_bytes)
         self._leader = leads
         self.operator = Operator(
             leads, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers,
             self.telemetry,
         )  # fmt: skip
+        others = None if member is None else Party(member.meeting)
+        lookout = self.lookout = Lookout(self, self.operator, others)
         start.all_given()
         await start.over
         if member is not None:
-            await member.open(self._hosting(settings, lifecycle, see))
+            await member.open(self._hosting(settings, lifecycle, see, lookout.own, opened, device, scarcity))
         toucher.below(xtensor.pool.high_mark)  # scratch at first; not beside the load, which is waited for
         self._loaded = True
         prepared.start()
         self.telemetry.start(self._active, leads.observed)
+
+    async def _share(self, peering: Peering, opened: Opened, lifecycle: Lifecycle) -> Peers:
+        """Let other nodes copy weights from here, and look for theirs."""
+        names = [one.name for one in opened.catalogue]
+        self._peers = PeerServer(peering, opened.memory, lifecycle.grants, lifecycle.offer, names, lifecycle.copy_rate)
+        peers = Peers(peering, {o.name: want_of(o, opened.kernels, None) for o in opened.catalogue})
+        await peers.look()
+        return peers
 
     def _alone(
         self, settings: BrainSettings, lifecycle: Lifecycle, desk: FrontDesk, see: Callable[[Event | Action], None],
@@ -241,23 +235,30 @@ class Node:
         if self._config.journal is not None:
             self._journal = Journal(self._config.journal, brain, log.error)
         record = _nothing if self._journal is None else self._journal.write
-        name = self._peering.node if self._peering is not None else NODE
-        return Leader(name, brain, lifecycle, desk, see, record, peers, self._fitter)
+        return Leader(self.name, brain, lifecycle, desk, see, record, peers, self._fitter)
 
     def _join(self, place: Place, desk: NoDesk) -> Member:
         """The node's place in its cluster, in a leader's stead."""
         from janus_server.cluster.member import Member
 
-        self._member = Member(place, self.streams, desk.costs.work_s, self._config.request_timeout_s)
+        config = self._config
+        self._member = Member(place, self.streams, desk.costs.work_s, config.request_timeout_s, config.prefix_cache)
+        if self._peering is not None:
+            self._peering = msgspec.structs.replace(self._peering, others=self._member.meeting)
         return self._member
 
-    def _hosting(self, settings: BrainSettings, lifecycle: Lifecycle, see: Callable[[Event | Action], None]) -> Hosting:
-        from janus_server.cluster.hosting import Hosting, known_models
+    def _hosting(
+        self, settings: BrainSettings, lifecycle: Lifecycle, see: Callable[[Event | Action], None],
+        sight: Callable[[], bytes], opened: Opened, device: DeviceThread, scarcity: Scarcity,
+    ) -> Hosting:  # fmt: skip
+        from janus_server.cluster.hosting import Hosting, Paging, known_models
 
+        priced = self._desk.costs.priced if isinstance(self._desk, NoDesk) else dict
         return Hosting(
-            lifecycle, self.free_pages, self._config.host_memory_bytes, settings,
-            lambda: known_models(lifecycle, self.telemetry, self._config.applications), see, self.telemetry.counts,
-            self._fitter, self._config.journal,
+            lifecycle, self.free_pages, lifecycle.host_bytes, settings,
+            lambda: known_models(lifecycle, self.telemetry, self._config.applications), see,
+            lambda: priced(self.telemetry.counts()), sight, self._peering, opened.memory,
+            Paging(device, scarcity, opened.xtensor, opened.kernels.name), self._fitter, self._config.journal,
         )  # fmt: skip
 
     def served_by(self, model: str) -> Sequence[str]:
@@ -269,20 +270,41 @@ class Node:
         """Requests of other nodes that run here."""
         return 0 if self._member is None else self._member.busy
 
+    def handed_over(self) -> HandedOver | None:
+        """What other nodes computed for requests that run here; None where there are none."""
+        return None if self._member is None else self._member.handed_over()
+
+    @property
+    def name(self) -> str:
+        return self._peering.node if self._peering is not None else NODE
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """Host and domain, as nodes of a cluster compare them; empty for one that is alone."""
+        return ("", "") if self._member is None else self._member.where
+
+    @property
+    def leaving(self) -> bool:
+        """It refuses new requests and is about to end."""
+        return self._draining is not None
+
     def _active(self) -> list[str]:
         return [name for name, stage in self.stages().items() if stage is Stage.ACTIVE]
 
-    def _foresee(self, catalogue: Sequence[OpenedModel], pool_pages: int) -> BrainSettings:
+    def _foresee(self, catalogue: Sequence[OpenedModel], pages: int, imagined: Imagined | None) -> BrainSettings:
         """Have models with a promise measured and, where that is possible, what is measured learnt from."""
         models = measured(catalogue, Applications(self._config.applications))
+        settings, pool = self._settings, Pool(pages, self._config.page_bytes)
+        if imagined is not None:
+            settings, models, pool = imagined.foreseen(models, pool)
         if models and self._config.oracle is OracleChoice.AUTO:
-            self.telemetry.measure(models, Pool(pool_pages, self._config.page_bytes))
-            if possible():
+            self.telemetry.measure(models, pool)
+            if imagined is None and possible():
                 self._fitter = Fitter()
-            else:
+            elif imagined is None:
                 log.info("gpytorch is not installed: what is predicted rests on shapes and step times alone")
-        every_s = None if self._fitter is None else self._settings.refit_every_s
-        return msgspec.structs.replace(self._settings, refit_every_s=every_s)
+        every_s = None if self._fitter is None else settings.refit_every_s
+        return msgspec.structs.replace(settings, refit_every_s=every_s)
 
     @property
     def touched(self) -> bool:
@@ -309,6 +331,8 @@ class Node:
     async def close(self) -> None:
         """End the threads and helper processes, the device thread after its step. Memory goes with the process."""
         await self.telemetry.close()
+        if self.lookout is not None:
+            await self.lookout.close()
         if self._prepared is not None:
             await self._prepared.close()
         if self._leader is not None:
@@ -356,27 +380,6 @@ class Node:
 
 def _nothing(entry: Entry) -> None:
     """No journal was asked for."""
-
-
-def _open(config: ServeConfig, with_peers: bool) -> _Opened:
-    kernels, reasons = choose(config.kernels.value, config.threads, config.cache_dir)
-    for reason in reasons:
-        log.debug("%s", reason)
-    catalogue = open_models(config, kernels)
-    if with_peers:
-        catalogue = tuple(dataclasses.replace(one, contents=contents_of(one.checkpoint)) for one in catalogue)
-    memory = CpuMemory(max(1, config.memory_bytes // config.page_bytes), config.page_bytes)
-    xtensor = XTensor(memory)
-    page_bytes = config.page_bytes
-    xtensor.reserve_scratch(scratch_pages(catalogue, page_bytes), headroom_pages(catalogue, page_bytes))
-    return _Opened(kernels, catalogue, memory, xtensor)
-
-
-def _ahead(catalogue: tuple[OpenedModel, ...]) -> Ahead:
-    """What to have at hand before it is needed. A model that is alone is never put to sleep for another."""
-    known = [one.known() for one in catalogue]
-    host_bytes = sum(one.host_bytes for one in known) if len(known) > 1 else 0
-    return Ahead(sum(one.weight_pages for one in known), chunks_for(host_bytes))
 
 
 def _each(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:

@@ -24,13 +24,14 @@ from janus_server.api.admin import (
     Taking,
     memory_map,
 )
+from janus_server.api.cluster import LeaderView
 from janus_server.errors import Refused
 from janus_server.executor import DeviceThread
 from janus_server.kv.host import HostCopies
 from janus_server.kv.pages import PagePool
 from janus_server.leader import Leads
 from janus_server.lifecycle import Lifecycle
-from janus_server.orders import Answer, Order, Stage, Wish
+from janus_server.orders import Answer, Order, Stage, Wish, Wished
 from janus_server.peers import Peers, Use
 from janus_server.telemetry import Telemetry
 from janus_server.types import Owner, PageKind
@@ -70,11 +71,24 @@ class Operator:
         self._pool = pool
         self._copies = copies
         self._held = held
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._lifecycle.residents)
+
+    @property
+    def term(self) -> int:
+        return self._leader.in_term
+
+    def leading(self) -> LeaderView | None:
+        """What this node knows as the leader; None where another one is."""
+        return self._leader.leading()
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """What all host copies together may take."""
+        return self._copies.budget_bytes
 
     def models(self) -> list[ManagedModel]:
         """Every model of the catalogue."""
@@ -94,7 +108,7 @@ class Operator:
             pinned=standing.pinned,
             draining=standing.draining,
             running=flow.running,
-            held=flow.held,
+            held=self._leader.held(name),
             idle_s=round(time.monotonic() - flow.idle_since_s, 3) if active and not flow.running else None,
             weight_pages=resident.opened.weight_pages,
             weight_bytes=resident.opened.placed.total_bytes,
@@ -147,7 +161,11 @@ class Operator:
             if isinstance(found, Answer):
                 return found
             source = found
-        return self._leader.ask(name, wish, source)
+        return await self._leader.ask(name, wish, source)
+
+    async def ask_leader(self, event: Wished) -> Answer:
+        """The leader's answer to any other wish. Refused (503) where nobody leads just now."""
+        return await self._leader.ask_leader(event)
 
     async def peers(self) -> PeerList:
         """Every other node of this user on this host, and what of theirs can be copied."""
@@ -219,7 +237,7 @@ class Operator:
             )
             for name, one in self._lifecycle.residents.items()
         ]  # fmt: skip
-        return memory_map(survey, takings, self._page_bytes, self._copies.held(), self._copies.budget_bytes)
+        return memory_map(survey, takings, self.page_bytes, self._copies.held(), self._copies.budget_bytes)
 
     def _look(self) -> Survey:
         """On the device thread, where batchers and the pool stand still."""

@@ -10,7 +10,10 @@ import enum
 
 import msgspec
 
+from janus_server.duty import Assigned, Duty
+from janus_server.sched.cost import PromptCost
 from janus_server.sched.oracle_records import Fitted, Observation, Subject
+from janus_server.sched.prefixes import Held, PrefixKey
 
 
 class Stage(enum.Enum):
@@ -88,7 +91,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     from bytes over measured bandwidths until the first of each was timed. preload asks for it to be loaded at start, if
     it fits beside those before it. attain is the share of its requests that are to be on time, None where nothing is
     promised; models of a higher priority get their devices first. checkpoint is a digest of its files: nodes of one
-    cluster have the same.
+    cluster have the same. kv_token_bytes are the keys and values of one token; a sequence has context_tokens at most.
     """
 
     model: str
@@ -105,13 +108,16 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     preload: bool = True
     checkpoint: str = ""
+    kv_token_bytes: int = 0
+    context_tokens: int = 0
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits to be begun, as the leader sees it: no tokens, only how many.
 
     work_s is what its prompt is predicted to take, ttft_s the promise for its first token, counted from arrived_s; None
-    where there is none.
+    where there is none. prefix stands for the start of its prompt, the shortest first; least_s is what it takes where
+    all but its last token is cached.
     """
 
     id: str
@@ -121,6 +127,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float
     ttft_s: float | None = None
     priority: int = 0
+    prefix: tuple[PrefixKey, ...] = ()
+    least_s: float = 0.0
 
 
 # Events
@@ -129,7 +137,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """A node with its pool, its budget for host copies, the catalogue, and what its peers offer (as in `Offered`).
 
-    Nodes of one host share its memory, nodes of one domain have fast links to each other.
+    Nodes of one host share its memory, nodes of one domain have fast links to each other. duty is what an operator has
+    it do, as it was told last.
     """
 
     node: str
@@ -139,6 +148,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     offers: dict[str, tuple[str, ...]] = {}
     host: str = ""
     domain: str = ""
+    duty: Duty = Duty.SERVE
 
 
 class Offered(msgspec.Struct, frozen=True, tag=True):
@@ -269,13 +279,15 @@ class Observed(msgspec.Struct, frozen=True, tag=True):
 
 class Counts(msgspec.Struct, frozen=True):
     """Of one model, over all nodes since the leader leads: tokens of the prompts that came and of the answers so far,
-    of the requests that a promise was made for those that ended and those of them that were late, and how many came."""
+    of the requests that a promise was made for those that ended and those of them that were late, and how many came.
+    prompt: what one node has learnt of its prompts."""
 
     input_tokens: int
     output_tokens: int
     ended: int = 0
     late: int = 0
     requests: int = 0
+    prompt: PromptCost | None = None
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):
@@ -300,12 +312,17 @@ Event = (
     | Failed
     | Lost
     | Asked
+    | Assigned
     | Observed
     | Counted
+    | Held
     | Fitted
     | Tick
 )
 """`Fitted` brings what came of a `Refit`."""
+
+Wished = Asked | Assigned
+"""Events that bring an operator's wish: the Brain has one `Answer` to each."""
 
 
 # Actions
@@ -327,12 +344,21 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     replica: tuple[str, ...] = ()
 
 
+class Helper(msgspec.Struct, frozen=True, array_like=True):
+    """A node that computes the first tokens of a prompt for the one that runs its request, or has them cached."""
+
+    node: str
+    tokens: int
+    cached: bool = False
+
+
 class Dispatch(msgspec.Struct, frozen=True, tag=True):
-    """Begin these requests on a node, in this order; requests are ids of tickets."""
+    """Begin these requests on a node, in this order; requests are ids of tickets. helper may compute their prompts."""
 
     node: str
     requests: tuple[str, ...]
     why: str
+    helper: Helper | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""The other nodes of this user on this host, as this one last saw them, and which of their weights are of use here.
+"""The other nodes of this user on this host and of its cluster, as last seen, and which of their weights are of use.
 
 `leader` looks before a model is wanted, `operate` when an operator asks. Nothing is looked at on a timer, and at most
 once a second unless an operator insists. It reads no weights and decides nothing.
@@ -69,13 +69,14 @@ class Peers:
         await asyncio.shield(self._look)
 
     def offers(self) -> dict[str, tuple[str, ...]]:
-        """Nodes that hold a model of ours as we would, by model; those that fewer others read come first."""
-        found: dict[str, list[tuple[int, str]]] = {}
+        """Nodes that hold a model of ours as we would, by model; those of this host come first, then those that fewer
+        others read."""
+        found: dict[str, list[tuple[bool, int, str]]] = {}
         for peer in self.seen:
             for held in peer.models:
                 if self.use(held) is Use.FORK:
-                    found.setdefault(held.model, []).append((held.readers, peer.node))
-        return {model: tuple(node for _, node in sorted(nodes)) for model, nodes in sorted(found.items())}
+                    found.setdefault(held.model, []).append((peer.far, held.readers, peer.node))
+        return {model: tuple(node for _, _, node in sorted(nodes)) for model, nodes in sorted(found.items())}
 
     def use(self, held: Held) -> Use:
         """What a peer's model is to this node."""

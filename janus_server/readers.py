@@ -34,7 +34,8 @@ def choice(kind: type[E]) -> Callable[[Any], E]:
 
 def between(low: int, high: int, what: str) -> Callable[[Any], int]:
     def read(raw: Any) -> int:
-        count = units.parse_count(raw)
+        negative = isinstance(raw, str) and raw.startswith("-") and raw[1:].isascii() and raw[1:].isdigit()
+        count = int(raw) if negative else units.parse_count(raw)
         if not low <= count <= high:
             raise ValueError(f"{raw!r} is not {what} between {low} and {high}")
         return count

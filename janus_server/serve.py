@@ -104,13 +104,14 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop, hurry)
     peering = peering_of(config, run_folders())
-    node = Node(config, peering, _place(config))
+    node = Node(config, peering, _place(config, peering))
     progress = LoadProgress(sys.stderr)
     opening = asyncio.create_task(node.open(progress.update))
     await asyncio.sleep(0)  # let it begin
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.http.listen import Listener
 
+    node.outside.url = _reached_at(config, listening)
     server = await Listener.open(config, keys, node, listening, tls, tracer)
     if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
         loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, keys, server))
@@ -139,9 +140,9 @@ async def _serve(
     return 130 if hurry.is_set() else 0
 
 
-def _place(config: ServeConfig) -> Place | None:
+def _place(config: ServeConfig, peering: Peering | None) -> Place | None:
     """Where the node belongs to a cluster: its place there."""
-    if config.join is None or config.node is None:
+    if config.join is None or config.node is None or peering is None:
         return None
     from janus_server.cluster.meeting import Place
     from janus_server.wire.tls import TlsFiles
@@ -150,7 +151,7 @@ def _place(config: ServeConfig) -> Place | None:
     tls = None if certificate is None or key is None or ca is None else TlsFiles(certificate, key, ca)
     return Place(
         node=config.node, join=config.join, domain=config.domain or "", secret=config.cluster_secret,
-        host=config.peer_host, tls=tls,
+        host=config.peer_host, tls=tls, process=peering.incarnation,
     )  # fmt: skip
 
 
@@ -158,6 +159,12 @@ def _url(config: ServeConfig, listening: socket.socket) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _reached_at(config: ServeConfig, listening: socket.socket) -> str:
+    """For whoever reads it on another node: every address is none, so it is the one that peers reach."""
+    everywhere = config.host in ("0.0.0.0", "::", "")
+    return _url(msgspec.structs.replace(config, host=config.peer_host) if everywhere else config, listening)
 
 
 def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:

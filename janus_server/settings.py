@@ -67,6 +67,9 @@ class LogFormat(enum.Enum):
     JSON = "json"
 
 
+# For experiments: no help lists it.
+HIDDEN: Final = "==SUPPRESS=="
+
 SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("host", "host", host, ("--host",), "address to listen on (default 127.0.0.1, this machine only)"),
     Setting("port", "port", between(0, 65535, "a port"), ("--port",), "port to listen on (default 8000; 0: any free)"),
@@ -233,6 +236,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "auto or off: predict from what is measured how many requests will be on time and what that takes; for models "
         "with a promise only, where a process of some 400 MB learns beside the server (default auto)",
     ),
+    Setting("paced", "paced", file, ("--paced",), HIDDEN),
     Setting(
         "journal",
         "journal",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from janus_server.knob import Setting
-from janus_server.readers import between, file, host, meeting, node_name
+from janus_server.readers import between, choice, file, host, meeting, node_name
+from janus_server.types import Split
 
 CLUSTER: Final[tuple[Setting, ...]] = (
     Setting(
@@ -36,6 +37,14 @@ CLUSTER: Final[tuple[Setting, ...]] = (
         ("--cluster-secret",),
         "file with the secret that nodes know each other by, readable by you alone (default: one in the run directory)",
         "FILE",
+    ),
+    Setting(
+        "pd_split",
+        "pd_split",
+        choice(Split),
+        ("--pd-split",),
+        "off, auto or always: whether another node computes a prompt than the one that runs its request, which then "
+        "copies what came of it: auto where that pays by prediction, always for tests (default off)",
     ),
     Setting("domain", "domain", node_name, ("--domain",), "nodes of one domain have fast links to each other", "NAME"),
     Setting(

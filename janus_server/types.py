@@ -159,13 +159,43 @@ class Reading(msgspec.Struct, frozen=True):
     fault: Fault | None = None
 
 
+class Split(enum.Enum):
+    """When another node computes a prompt than the one that runs its request."""
+
+    OFF = "off"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+class HandedOver(msgspec.Struct, frozen=True):
+    """Prompts of requests that run here which another node was to compute, so far: those whose pages came from it, in so
+    many pages and seconds, and those that were computed here after all. What was here already is in neither."""
+
+    brought: int = 0
+    failed: int = 0
+    pages: int = 0
+    seconds: float = 0.0
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """Pages of keys and values of a prompt that this node may read under a grant of another's, for a while.
+
+    They follow on the `first` pages that it has already; layout is what they must be to be of use.
+    """
+
+    grant: str
+    layout: str
+    first: int
+    pages: int
+
+
 class Emit(msgspec.Struct, frozen=True):
     """One step's news about one choice: at most one token, or the end, or both. Crosses from device thread to loop.
 
     The first emit of a choice that brings a token or the end tells how many prompt tokens came from the cache and how
     long the request waited to start. Only one choice of a request tells of cached tokens: the others start from what
     that one computed. prompt_logprobs come with choice 0, in order, over as many emits as the prompt took steps;
-    embedding [hidden] comes with the end.
+    embedding [hidden] comes with the end, and so does what is lent of a prompt that another node had computed here.
     """
 
     request_id: str
@@ -178,6 +208,7 @@ class Emit(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
     fault: Fault | None = None
+    lent: Lent | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from janus_server.sched.brain import Brain
 from janus_server.sched.dispatch import Order, dispatch, dispatch_live
 from janus_server.sched.pools import Pool
 from janus_server.sched.rivals import edf
+from janus_server.sched.rules import Rule
 from janus_server.sched.source import Links
 from janus_server.sched.state import BrainSettings
 from janus_server.suggest import nearest
@@ -25,7 +26,8 @@ from janus_server.suggest import nearest
 from . import peaks
 from .ablations import HostOnly, without_forks
 from .arbiter import ArbiterDesk
-from .baseline import Baseline, Rule
+from .baseline import Baseline
+from .baseline import Rule as Scaling
 from .blitzscale import BlitzScale
 from .frontdesk import Desk, LeastDesk, fewest_running, in_turn, least_work
 from .kvload import KvLoad
@@ -73,6 +75,10 @@ def _pool(pool: Pool, scenario: Scenario, settings: BrainSettings) -> Policy:
     return Brain(msgspec.structs.replace(settings, fleet=fleet))
 
 
+def _ruled(rule: Rule, scenario: Scenario, settings: BrainSettings) -> Policy:
+    return Brain(msgspec.structs.replace(settings, dispatch=rule))
+
+
 def _host_only(scenario: Scenario, settings: BrainSettings) -> Policy:
     return HostOnly(Brain(without_forks(settings)))
 
@@ -101,7 +107,7 @@ def _prism(scenario: Scenario, settings: BrainSettings) -> Policy:
         )
         for spec in scenario.models
     }
-    rule: Rule = Prism(yard, desk, models, {node.name: node.page_bytes for node in scenario.nodes})
+    rule: Scaling = Prism(yard, desk, models, {node.name: node.page_bytes for node in scenario.nodes})
     return Baseline(yard, desk, rule)
 
 
@@ -158,6 +164,8 @@ _ENTRIES: Final = MappingProxyType[str, Entry](
         "elastic-only": Entry("janus with every model in the elastic pool", partial(_pool, Pool.ELASTIC)),
         "steady-only": Entry("janus with every model in the steady pool", partial(_pool, Pool.STEADY)),
         "h2d-only": Entry("janus without copies from device to device", _host_only),
+        "janus-turns": Entry("janus, requests round robin over replicas", partial(_ruled, Rule.ROUND_ROBIN)),
+        "janus-least": Entry("janus, requests to the least predicted prefill", partial(_ruled, Rule.LEAST_LOAD)),
         "static": Entry(
             "ServerlessLLM provisioned all day for the peaks of this trace, whole devices",
             partial(_static, partial(_least, fewest_running)),
@@ -185,8 +193,6 @@ _REFUSED: Final = MappingProxyType(
         "janus-earliest": _RULE.format("earliest"),
         "janus-edf": _RULE.format("edf"),
         "janus-prism": _RULE.format("prism"),
-        "janus-least": _RULE.format("least"),
-        "janus-turns": _RULE.format("turns"),
         "xtensor-off": "needs devices whose memory is in fixed parts: it is a property of devices, not of a policy",
     }
 )

@@ -74,15 +74,25 @@ class Decision(msgspec.Struct, kw_only=True):
     why: str
 
 
+class StandingView(msgspec.Struct, kw_only=True):
+    """How the leader treats one model on one node."""
+
+    goal: StageName | None = None
+    pinned: bool = False
+    draining: bool = False
+
+
 class LeaderView(msgspec.Struct, kw_only=True):
     """What only the leader knows: where models are served, what it expects of them, its last decisions, newest last.
-    draining are nodes that an operator has it empty."""
+    draining are nodes that an operator has it empty, waiting are requests that nobody has begun, by model. standings
+    are by node and model, those left out of whom there is nothing to say."""
 
     served: dict[str, list[str]]
     predictions: dict[str, Prediction]
     decisions: list[Decision]
     draining: list[str] = []
     waiting: dict[str, int] = {}
+    standings: dict[str, dict[str, StandingView]] = {}
 
 
 class NodeView(msgspec.Struct, kw_only=True):

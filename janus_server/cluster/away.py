@@ -11,6 +11,7 @@ from janus_server.wire.credits import WINDOW_ITEMS
 from janus_server.wire.frames import Run
 
 if TYPE_CHECKING:
+    from janus_server.orders import Helper
     from janus_server.wire.asking import Asking, Reading
 
 
@@ -30,11 +31,14 @@ class Away:
     def request(self) -> Request:
         return self.said.request
 
-    def open(self, asking: Asking, ticket: str, attempt: int, arrived_s: float, until_s: float | None) -> None:
-        """Have it run there. Times are monotonic: when it came here, and until when anybody wants it."""
+    def open(
+        self, asking: Asking, ticket: str, attempt: int, arrived_s: float, until_s: float | None, helper: Helper | None
+    ) -> None:
+        """Have it run there. Times are monotonic: when it came here, and until when anybody wants it. helper is the
+        node that may compute its prompt."""
         run = Run(
             stream=0, id=self.request.id, call=ticket, attempt=attempt, upto=WINDOW_ITEMS, request=self.request,
-            known=self.said.known(), ended=self.said.ended(),
+            known=self.said.known(), ended=self.said.ended(), helper=helper,
         )  # fmt: skip
         self.reading = asking.run(run, arrived_s, until_s, self._news)
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from janus_server.duty import Duty
 from janus_server.leader import carried
 from janus_server.orders import (
     Action,
     Event,
+    Failed,
     Joined,
     KnownModel,
     Lost,
@@ -30,6 +32,8 @@ from janus_server.wire.frames import Outcome, Told
 
 if TYPE_CHECKING:
     from janus_server.lifecycle import Lifecycle
+
+UNDONE = "another leader took over, and what was under way was undone"
 
 
 class Follower:
@@ -48,6 +52,7 @@ class Follower:
         self._tasks: set[asyncio.Task[None]] = set()
         self._known = False
         self._withdrawn = False
+        self._duty = Duty.SERVE
         self._subjects: dict[str, Subject] = {}
         self._said: dict[str, float] | None = None  # since when each model rests
 
@@ -55,6 +60,10 @@ class Follower:
         """The node takes nothing more: for its leader it is gone."""
         self._withdrawn = True
         self._tell([Joined(self._node, 0, 0, ())])
+
+    def assigned(self, duty: Duty) -> None:
+        """What an operator has the node do, as the leader says: the next one is told."""
+        self._duty = duty
 
     def introduction(self) -> list[Told]:
         """What a leader that knows nothing is told of this node.
@@ -68,7 +77,8 @@ class Follower:
             models = tuple(msgspec.structs.replace(one, preload=False) for one in models)
         self._known = True
         told: list[Told] = [
-            Joined(self._node, self._pool_pages, self._host_bytes, models, host=self._host, domain=self._domain)
+            Joined(self._node, self._pool_pages, self._host_bytes, models, host=self._host, domain=self._domain,
+                   duty=self._duty)  # fmt: skip
         ]
         for name, resident in self._lifecycle.residents.items():
             if self._lifecycle.has_copy(name):  # no other event says that the host holds one
@@ -134,7 +144,13 @@ class Follower:
         return not self._lifecycle.residents[model].changing.locked()
 
     async def _carry(self, order: Order) -> None:
-        end = await carried(self._lifecycle, order)
+        try:
+            end = await carried(self._lifecycle, order)
+        except asyncio.CancelledError:
+            resident = self._lifecycle.residents[order.model]
+            copy = self._lifecycle.has_copy(order.model)
+            self._seen(Failed(order.id, resident.stage, copy, UNDONE))  # or whoever looks on sees it go on for ever
+            raise
         if end is not None:
             self._seen(end)
         told: list[Told] = [self._lifecycle.report(self._node)]

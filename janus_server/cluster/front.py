@@ -20,13 +20,15 @@ from janus_server.cluster.said import Said, going_on
 from janus_server.cluster.tickets import ticket_id
 from janus_server.errors import Refused
 from janus_server.executor import Cancel, Submit
-from janus_server.orders import Refuse, Ticket, Traffic
+from janus_server.orders import Helper, Refuse, Ticket, Traffic
 from janus_server.wire.trouble import Trouble
 
 if TYPE_CHECKING:
     from janus_server.flow import Flow
     from janus_server.instance import Call
+    from janus_server.sched.prefixes import PrefixKey
     from janus_server.streams import Streams
+    from janus_server.types import Request
     from janus_server.wire.link import Link
 
 log = logging.getLogger("janus.cluster")
@@ -48,18 +50,23 @@ class Here(Protocol):
 
     def flow(self, model: str) -> Flow: ...
 
+    def post(self, command: Submit | Cancel, helper: Helper | None = None) -> None:
+        """Run a request on this node, its prompt computed by `helper` where one is named; or end one."""
+
 
 class Waiter:
-    """A call that is not over. node is who runs it, None while it waits; told: the leader knows of its ticket.
+    """A call that is not over. node is who runs it, None while it waits, helper who may compute its prompt; told: the
+    leader knows of its ticket.
 
     away are its requests that run elsewhere, said what other nodes had brought of them before.
     """
 
-    __slots__ = ("again_s", "attempt", "away", "call", "model", "node", "resumed", "said", "ticket", "told")
+    __slots__ = ("again_s", "attempt", "away", "call", "helper", "model", "node", "resumed", "said", "ticket", "told")
 
     def __init__(self, call: Call, model: str, ticket: Ticket, now: float) -> None:
         self.call, self.model, self.ticket = call, model, ticket
         self.node: str | None = None
+        self.helper: Helper | None = None
         self.attempt = 0
         self.again_s = now
         self.told = self.resumed = False
@@ -97,8 +104,11 @@ class Front:
     def __init__(
         self, node: str, streams: Streams, here: Here, work_s: Callable[[str, int], float],
         link: Callable[[str], Link | None], changed: Callable[[], None], request_s: float | None = None,
+        keys: Callable[[Request], tuple[PrefixKey, ...]] | None = None,
     ) -> None:  # fmt: skip
-        """link(node) is the link to it, request_s how long a request may take."""
+        """link(node) is the link to it, request_s how long a request may take. keys(request) stand for the start of its
+        prompt, for whoever chooses between nodes."""
+        self._keys = keys
         self._request_s = request_s
         self._node, self._streams, self._here, self._link = node, streams, here, link
         self._work_s = work_s
@@ -172,11 +182,11 @@ class Front:
             if said is not None and said.begun:
                 begun = going_on(command.request, said.known(), said.ended(), command.matcher)
                 command = msgspec.structs.replace(command, matcher=None, begun=begun)
-            self._here.flow(waiter.model).device.post(command)
+            self._here.post(command, waiter.helper)
             return
         away = self._away.get(command.request_id)
         if away is None:
-            self._here.flow(command.model).device.post(command)
+            self._here.post(command)
         elif command.index is None:
             self._end(away)
         else:
@@ -185,11 +195,12 @@ class Front:
 
     # What the leader says
 
-    def begin(self, requests: Sequence[str], node: str) -> None:
-        """Run those of them that still wait on that node."""
+    def begin(self, requests: Sequence[str], node: str, helper: Helper | None = None) -> None:
+        """Run those of them that still wait on that node; helper may compute their prompts for it."""
         for request in requests:
             waiter = self._tickets.get(request)
             if waiter is not None and waiter.node is None:
+                waiter.helper = helper
                 self._begin(waiter, node)
 
     def refuse(self, refuse: Refuse) -> None:
@@ -256,9 +267,12 @@ class Front:
 
     def _ticket(self, model: str, call: Call, attempt: int) -> Ticket:
         tokens = call.prompt_tokens
+        many = len(self._routes.get(model, ())) > 1
+        prefix = self._keys(call.first) if many and self._keys is not None else ()
         return Ticket(
             id=ticket_id(self._node, call.id, attempt), model=model, prompt_tokens=tokens, arrived_s=call.arrived_s,
-            ttft_s=call.ttft_s, priority=call.priority, work_s=self._work_s(model, tokens),
+            ttft_s=call.ttft_s, priority=call.priority, work_s=self._work_s(model, tokens), prefix=prefix,
+            least_s=self._work_s(model, 1) if prefix else 0.0,
         )  # fmt: skip
 
     def _queue(self, waiter: Waiter) -> None:
@@ -299,7 +313,7 @@ class Front:
         away = Away(said, node, waiter.call.id, lambda: self._schedule(away))
         self._away[request.id] = waiter.away[request.id] = away
         until_s = None if self._request_s is None else submit.arrived_s + self._request_s
-        away.open(link.asking, waiter.ticket.id, waiter.attempt, submit.arrived_s, until_s)
+        away.open(link.asking, waiter.ticket.id, waiter.attempt, submit.arrived_s, until_s, waiter.helper)
 
     def _schedule(self, away: Away) -> None:
         """What a frame brought is poured at once, not item by item."""
@@ -341,7 +355,8 @@ class Front:
         waiter.away = {}
         self._forget(waiter)
         waiter.call.stop()
-        waiter.node, waiter.told, waiter.resumed = None, False, any(said.begun for said in waiter.said.values())
+        waiter.node = waiter.helper = None
+        waiter.told, waiter.resumed = False, any(said.begun for said in waiter.said.values())
         waiter.attempt += 1
         if waiter.attempt > MOST_ATTEMPTS:
             self._tickets[waiter.ticket.id] = waiter

@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from janus_server.cluster.said import going_on
 from janus_server.errors import Refused
 from janus_server.executor import Cancel, Submit
+from janus_server.orders import Helper
 from janus_server.types import Emit, FinishReason, Request
 from janus_server.wire.frames import Run
 from janus_server.wire.trouble import Trouble
 
 if TYPE_CHECKING:
+    from janus_server.cluster.lending import Lending
     from janus_server.grammar.compile import Grammars
     from janus_server.grammar.matcher import Matcher
     from janus_server.lifecycle import Lifecycle
@@ -69,6 +73,9 @@ class Guest:
             self.answer.fail(Trouble.DRAINING)
             self._guests.forget(self)
             return
+        if self.answer.run.lend is not None and emit.finish is FinishReason.LENGTH:
+            self._guests.lend(self, emit)
+            return
         self.answer.put(emit)
         if emit.finish is not None:
             self.finish(emit.index)
@@ -81,7 +88,7 @@ class Guest:
             self._guests.forget(self)
 
     def post(self, command: Submit | Cancel) -> None:
-        self._resident.flow.device.post(command)
+        self._guests.post(command, self.answer.run.helper)
 
     def leave(self) -> None:
         self._resident.flow.ended(self)
@@ -90,10 +97,17 @@ class Guest:
 class Guests:
     """All of them. With leaving(), none is taken any more."""
 
-    def __init__(self, residents: Callable[[], Lifecycle], streams: Streams, leaving: Callable[[], bool]) -> None:
+    def __init__(
+        self, residents: Callable[[], Lifecycle], streams: Streams, leaving: Callable[[], bool],
+        post: Callable[[Submit | Cancel, Helper | None], None], lending: Callable[[], Lending],
+    ) -> None:  # fmt: skip
+        """post(command, helper) brings a command to the device thread, a request with the node that may compute its
+        prompt."""
         self._lifecycle = residents
         self._streams = streams
         self._leaving = leaving
+        self._lending = lending
+        self.post = post
         self._open: dict[Answering, Guest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._grammars: Grammars | None = None
@@ -109,6 +123,8 @@ class Guests:
         if self._leaving():
             return Trouble.DRAINING
         if resident is None or not resident.flow.open:
+            return Trouble.NOT_HERE
+        if run.lend is not None and not self._lending().able(request.model):
             return Trouble.NOT_HERE
         if not self._fits(resident, run):
             return Trouble.UNSOUND
@@ -143,6 +159,19 @@ class Guests:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._grammars is not None:
             await asyncio.to_thread(self._grammars.close)
+
+    def lend(self, guest: Guest, emit: Emit) -> None:
+        """A prompt that was to be computed for another node is: what came of it is told with its end."""
+        self._start(self._lend(guest, emit))
+
+    async def _lend(self, guest: Guest, emit: Emit) -> None:
+        run, resident = guest.answer.run, self._lifecycle().residents[guest.request.model]
+        if run.lend is None:
+            return
+        lent = await self._lending().lend(resident.opened, guest.request, run.lend, guest.answer.peer.node)
+        if guest.answer in self._open:
+            guest.answer.put(msgspec.structs.replace(emit, lent=lent))
+            guest.finish(emit.index)
 
     def _fits(self, resident: Resident, run: Run) -> bool:
         opened, request = resident.opened, run.request

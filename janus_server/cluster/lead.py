@@ -13,16 +13,22 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Final, Protocol
 
+import msgspec
+
+from janus_server.api.cluster import LeaderView
+from janus_server.cluster.decisions import Decisions
 from janus_server.cluster.files import Files
+from janus_server.cluster.prices import Prices
+from janus_server.cluster.sight import leader_view
 from janus_server.cluster.tally import Tally
 from janus_server.cluster.tickets import by_front, front_of
 from janus_server.cluster.windows import Windows
+from janus_server.duty import Assigned
 from janus_server.fitting import Fitter
 from janus_server.journal import Entry
 from janus_server.orders import (
     Action,
     Answer,
-    Asked,
     Counted,
     Decided,
     Dispatch,
@@ -41,6 +47,7 @@ from janus_server.orders import (
     Unwanted,
     Verb,
     Wanted,
+    Wished,
 )
 from janus_server.sched.brain import Brain
 from janus_server.wire.frames import Given, Outcome, Table, Told
@@ -53,7 +60,7 @@ LISTEN_S: Final = 1.0
 # A table is repeated after so long, for whoever missed one, and as a sign of life.
 _TABLE_S: Final = 0.9
 # After these the table may be another one.
-_MOVING: Final = (Joined, Left, Lost, Done, Failed, Order)
+_MOVING: Final = (Joined, Left, Lost, Done, Failed, Order, Assigned)
 _LOST_ORDER: Final = "the order did not reach the node in time"
 
 
@@ -87,6 +94,8 @@ class Lead:
         self._models: dict[str, str] = {}
         self._wanted: set[str] = set()
         self._tally = Tally()
+        self._prices = Prices()
+        self._decisions = Decisions(brain.term)
         self._files = Files()
         self._windows = Windows()
         self._window_s = time.monotonic()
@@ -106,6 +115,11 @@ class Lead:
     def listening(self) -> bool:
         """It waits for nodes to present themselves, and decides nothing yet."""
         return self._heard is not None
+
+    def view(self) -> LeaderView:
+        """What it knows and expects, for who looks on."""
+        waiting = {model: len(tickets) for model, tickets in self._waiting.items()}
+        return leader_view(self._brain, self._decisions.last(), waiting)
 
     def hear(self, node: str, events: Sequence[Told]) -> None:
         """What a node tells; times in it are on this node's clock."""
@@ -137,16 +151,14 @@ class Lead:
             del self._given[number]
         gone = [ticket for ticket in self._models if front_of(ticket) == node]
         self._tally.gone(node)
-        self._files.left(node)
-        self._on(Left(node))
+        self._prices.gone(node)
+        self._off(node)
         if gone:
             self._traffic(Traffic(left=tuple(gone)))
 
-    def ask(self, asked: Asked) -> Answer:
-        if self._heard is not None:
-            return Answer(asked.model, False, "the leader was elected a moment ago; ask again")
-        answers = [action for action in self._on(asked) if isinstance(action, Answer)]
-        return answers[0]
+    def ask(self, event: Wished) -> Answer:
+        """Once it listens no more."""
+        return next(action for action in self._on(event) if isinstance(action, Answer))
 
     def outcome(self, number: int, outcome: Outcome) -> None:
         """What became of something that was given."""
@@ -179,18 +191,19 @@ class Lead:
             self._begin()
 
     def _begin(self) -> None:
-        """Nodes first, then whatever else was told."""
+        """Nodes first, with what stands on each, then who waits: for what a node has that was not heard yet, another
+        one would load it, or it would be refused.
+        """
         heard, self._heard = self._heard or [], None
         heard.sort(key=lambda one: not any(isinstance(event, Joined) for event in one[1]))
-        for node, events in heard:
-            for event in events:
-                self._hear(node, event)
+        told = [(node, event) for node, events in heard for event in events]
+        for node, event in sorted(told, key=lambda one: isinstance(one[1], Traffic)):
+            self._hear(node, event)
 
     def _hear(self, node: str, event: Told) -> None:
         match event:
             case Joined(models=()):
-                self._files.left(node)
-                self._on(Left(node))
+                self._off(node)
             case Joined():
                 self._join(node, event)
             case Observed(subjects=subjects):
@@ -201,8 +214,7 @@ class Lead:
                 self._traffic(event)
             case Counted():
                 self._tally.heard(node, event)
-            case Asked():
-                self._give(node, self.ask(event))
+                self._prices.heard(node, event)
             case _:
                 self._on(event)
 
@@ -215,7 +227,14 @@ class Lead:
         log.error("%s", trouble)
         self._give(node, Answer("", False, trouble))
 
+    def _off(self, node: str) -> None:
+        """It is not of the cluster any more."""
+        self._files.left(node)
+        self._on(Left(node))
+
     def _traffic(self, traffic: Traffic) -> None:
+        if traffic.arrived:
+            traffic = msgspec.structs.replace(traffic, arrived=tuple(map(self._prices.of, traffic.arrived)))
         for ticket in traffic.arrived:
             self._models[ticket.id] = ticket.model
             self._waiting.setdefault(ticket.model, {})[ticket.id] = None
@@ -251,6 +270,7 @@ class Lead:
         now = time.monotonic()
         actions = self._brain.on(event, now)
         self._record(Entry(now, event, tuple(actions)))
+        self._decisions.see(event, actions, time.time())
         for action in actions:
             self._act(action)
         return list(actions)
@@ -263,11 +283,11 @@ class Lead:
                 if action.verb is not Verb.EVICT:
                     self._moved.add(action.model)
                 self._give(node, action)
-            case Dispatch(node, requests, why):
+            case Dispatch(node, requests, why, helper):
                 for request in requests:
                     self._forget(request)
                 for front, ours in by_front(requests).items():
-                    self._give(front, Dispatch(node, tuple(ours), why))
+                    self._give(front, Dispatch(node, tuple(ours), why, helper))
             case Refuse(model):
                 fronts = dict.fromkeys(front_of(request) for request in self._waiting.pop(model, {}))
                 self._wanted.discard(model)  # who comes after them wants it anew
@@ -290,13 +310,16 @@ class Lead:
 
     def _publish(self, now: float) -> None:
         routes = {model: self._brain.serving(model) for model in sorted(self._served())}
-        nodes = self._brain.nodes()
-        before = self._table
-        same = before is not None and (before.routes, before.nodes) == (routes, nodes)
-        if same and now - self._tabled_s < _TABLE_S:
+        number = 0 if self._table is None else self._table.number
+        nodes, settled = self._brain.nodes(), self._brain.settled
+        resting = tuple(
+            model for model, where in routes.items() if not where and all(settled(node, model) for node in nodes)
+        )
+        table = Table(number, routes, nodes, self._brain.leaving(), resting)
+        if table == self._table and now - self._tabled_s < _TABLE_S:
             return
         self._tabled_s = now
-        self._table = Table(1 if before is None else before.number + 1, routes, nodes)
+        self._table = msgspec.structs.replace(table, number=number + 1)
         for node in self._there():  # also to those that are not known here: they present themselves then
             self._give(node, self._table)
 

@@ -12,10 +12,13 @@ import os
 from pathlib import Path
 from typing import Final, Protocol
 
+from janus_server.cluster.freight import Freight
 from janus_server.coordinator.address import open_coordinator, read_address
 from janus_server.coordinator.base import Session, boot_clock
 from janus_server.coordinator.records import Altered, Back, Came, Change, Cut, Deposed, Elected, Led, Member, View, Went
-from janus_server.errors import BadConfig
+from janus_server.errors import BadConfig, Bug
+from janus_server.transfer.door import Pages
+from janus_server.transfer.rundir import Far, Peering
 from janus_server.version import server_version
 from janus_server.wire.frames import Outcome, Role
 from janus_server.wire.handshake import Identity, Secret
@@ -35,7 +38,7 @@ from janus_server.wire.trouble import Trouble
 log = logging.getLogger("janus.cluster")
 
 _LOCAL: Final = "local"
-_SECRET: Final = "cluster.secret"
+SECRET: Final = "cluster.secret"
 _MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
 # Ends of connections that are no news: they are dialled again, or the node has left.
 _QUIET: Final = frozenset({Trouble.GONE, Trouble.CLOSED, Trouble.REPLACED, Trouble.NOBODY, Trouble.NO_ANSWER,
@@ -45,7 +48,7 @@ _QUIET: Final = frozenset({Trouble.GONE, Trouble.CLOSED, Trouble.REPLACED, Troub
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """join is a run directory or etcd://…; without a secret file there is one in the run directory. Peers reach this
-    node at `host`, with TLS wherever that is another machine's."""
+    node at `host`, with TLS wherever that is another machine's. process is drawn anew by every process."""
 
     node: str
     join: str
@@ -53,6 +56,7 @@ class Place:
     secret: Path | None = None
     host: str = "127.0.0.1"
     tls: TlsFiles | None = None
+    process: str = dataclasses.field(default_factory=lambda: os.urandom(8).hex())
 
 
 class Hears(Station, Protocol):
@@ -82,10 +86,16 @@ class Meeting:
         self._owner = owner
         self._session: Session | None = None
         self._links: Links | None = None
+        self._shared: Secret | None = None
+        self._freight: Freight | None = None
         self._listener: WireListener | None = None
         self._cluster = _LOCAL if "://" not in place.join else read_address(place.join).cluster
         self._version = server_version()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def node(self) -> str:
+        return self._place.node
 
     @property
     def where(self) -> tuple[str, str]:
@@ -106,6 +116,10 @@ class Meeting:
         view = self.view
         return view.term if view.leader is not None else view.term + 1
 
+    def stale(self, term: int) -> bool:
+        """Whether that term is over. Any thread."""
+        return self.view.is_stale(term)
+
     @property
     def incarnation(self) -> str:
         return "" if self._session is None else self._session.member.incarnation
@@ -123,34 +137,49 @@ class Meeting:
     def names(self) -> list[str]:
         return [member.name for member in self.view.members]
 
+    def foreign(self) -> str | None:
+        """Why this node cannot follow whoever leads: another release of Janus."""
+        leader = self.view.leader
+        member = None if leader is None else self.view.member(leader.name)
+        if member is None or member.version == self._version:
+            return None
+        return (f"node {member.name}, which leads, runs release {member.version} of Janus and this one "
+                f"{self._version}: nodes of one cluster run the same")  # fmt: skip
+
     def link(self, node: str) -> Link | None:
         return self._links[node] if self._links is not None and node in self._links else None
 
     async def open(self) -> None:
-        """Listen, join, stand for election. BadConfig."""
+        """Listen and join. BadConfig."""
         place, tls = self._place, self._place.tls
-        secret = self._secret()
+        if _is_new(place.join):  # which may be a mistake
+            log.warning("no cluster meets in %s: this node begins one there", place.join)
+        secret = self._shared = self._secret()
         listening = bind(place.host, 0, tls is not None)
         port = listening.getsockname()[1]
         host = f"[{place.host}]" if ":" in place.host else place.host
-        process = os.urandom(8).hex()
-        me = Identity(self._cluster, place.node, process, f"{'ws' if tls is None else 'wss'}://{host}:{port}")
+        me = Identity(self._cluster, place.node, place.process, f"{'ws' if tls is None else 'wss'}://{host}:{port}")
         self._listener = await WireListener.open(
             listening, me, secret, self._owner, tls=None if tls is None else answering_context(tls),
             certificate=b"" if tls is None else own_digest(tls),
         )  # fmt: skip
         self._links = Links(me, secret, None if tls is None else dialling_context(tls))
+        self._freight = Freight(self._cluster, place.node, place.process, place.host, secret, tls)
         machine, domain = self.where
         coordinator = open_coordinator(place.join)
         self._session = await coordinator.join(
             Member(
-                name=place.node, incarnation=process, url=me.endpoint, host=machine, domain=domain,
-                version=self._version,
+                name=place.node, incarnation=place.process, url=me.endpoint, host=machine, domain=domain,
+                version=self._version, pages=self._freight.endpoint,
             )
         )  # fmt: skip
         self._task = asyncio.create_task(self._watch(self._session))
         self._task.add_done_callback(_say_why)
-        self._session.campaign()
+
+    def stand(self) -> None:
+        """For election, from now on."""
+        if self._session is not None:
+            self._session.campaign()
 
     async def resign(self) -> None:
         """Stand for nothing more."""
@@ -165,8 +194,25 @@ class Meeting:
             await self._session.close()
         if self._links is not None:
             await self._links.close()
+        if self._freight is not None:
+            await self._freight.close()
         if self._listener is not None:
             await self._listener.close()
+
+    def let_read(self, peering: Peering, pages: Pages) -> None:
+        """Open this node's pages to those of other hosts. Once the meeting is open."""
+        if self._freight is not None:
+            self._freight.open(peering, pages)
+
+    def far(self, node: str) -> Far | None:
+        """As `names`, for `transfer.rundir.Others`: how another member's pages are reached."""
+        return None if self._freight is None else self._freight.known(self.view.member(node), self.where[0])
+
+    def key_for(self, purpose: str) -> bytes:
+        """A key that all nodes of the cluster have, and nobody else. Once it is open."""
+        if self._shared is None:
+            raise Bug("there is no secret before the meeting is open")
+        return self._shared.derived(purpose)
 
     def _secret(self) -> Secret:
         if self._place.secret is not None:
@@ -178,7 +224,7 @@ class Meeting:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise BadConfig(f"the run directory {folder} cannot be used: {error.strerror}") from None
-        return shared_secret(folder / _SECRET)
+        return shared_secret(folder / SECRET)
 
     async def _watch(self, session: Session) -> None:
         async for change in session.observe():
@@ -194,7 +240,8 @@ class Meeting:
                 await self._part(member)
                 await self._meet(member)
             case Led(term, leader):
-                log.info("%s leads the cluster, in term %d", leader.name, term)
+                if leader.name != self.node:  # that one says so itself, when it begins
+                    log.info("%s leads the cluster, in term %d", leader.name, term)
                 self._owner.led()
             case Elected(term):
                 self._owner.elected(term)
@@ -233,6 +280,12 @@ class Meeting:
     def _changed(self, node: str, role: Role, trouble: Trouble | None) -> None:
         if trouble is not None and trouble not in _QUIET:
             log.warning("the %s link to node %s: %s", role.value, node, trouble.sentence)
+
+
+def _is_new(where: str) -> bool:
+    """Whether it is a run directory that no cluster has used."""
+    folder = Path(where)
+    return "://" not in where and not (folder / SECRET).exists() and not any(folder.glob("*.member"))
 
 
 def _say_why(task: asyncio.Task[None]) -> None:

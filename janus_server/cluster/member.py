@@ -13,15 +13,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from janus_server.api.cluster import LeaderView
 from janus_server.cluster.election import Election
 from janus_server.cluster.follow import Follower
-from janus_server.cluster.front import Front
+from janus_server.cluster.front import Front, Line
 from janus_server.cluster.guests import Guests
+from janus_server.cluster.handover import Handover
 from janus_server.cluster.hosting import Hosting
+from janus_server.cluster.joining import joined
 from janus_server.cluster.meeting import Meeting, Place
+from janus_server.cluster.prefixes import Prefixes, Trail
 from janus_server.cluster.tally import changed
 from janus_server.cluster.tickets import aged, dated
-from janus_server.errors import BadConfig
+from janus_server.cluster.wishing import Wishing
+from janus_server.duty import Duty
 from janus_server.flow import Flow
 from janus_server.orders import (
     Answer,
@@ -29,6 +34,7 @@ from janus_server.orders import (
     Counted,
     Counts,
     Dispatch,
+    Helper,
     Joined,
     Lost,
     Observed,
@@ -37,15 +43,20 @@ from janus_server.orders import (
     Report,
     Traffic,
     Wish,
+    Wished,
 )
 from janus_server.sched.foresight import Forecast
+from janus_server.sched.prefixes import Held
 from janus_server.sched.state import Standing
-from janus_server.wire.frames import Give, Given, Outcome, Run, Table, Told
+from janus_server.transfer.door import Pages
+from janus_server.types import HandedOver
+from janus_server.wire.frames import Give, Given, Outcome, Question, Replied, Run, Sight, Table, Told
 from janus_server.wire.handshake import Identity
 from janus_server.wire.serving import Answering
 from janus_server.wire.trouble import Trouble
 
 if TYPE_CHECKING:
+    from janus_server.executor import Cancel, Submit
     from janus_server.streams import Streams
 
 log = logging.getLogger("janus.cluster")
@@ -56,8 +67,6 @@ BEAT_S: Final = 0.5
 SILENCE_S: Final = 3.0
 # A node that its leader does not know says so at most this often.
 _AGAIN_S: Final = 1.0
-# How long a start waits for models that somebody is to load, once it knows its leader.
-_MODELS_S: Final = 15.0
 _ASKED_S: Final = 3.0
 
 
@@ -65,15 +74,26 @@ class Member:
     """Made before the node's models are opened (`line` is what their calls enter), and opened after them."""
 
     def __init__(
-        self, place: Place, streams: Streams, work_s: Callable[[str, int], float], request_s: float | None
+        self, place: Place, streams: Streams, work_s: Callable[[str, int], float], request_s: float | None,
+        caching: bool,
     ) -> None:  # fmt: skip
+        """caching: starts of prompts are kept, so that it matters where the next one runs."""
         self.node = place.node
-        self._meeting = Meeting(place, self)
-        self.front = Front(place.node, streams, self, work_s, self._meeting.link, self._changed, request_s)
-        self.guests = Guests(lambda: self._hosting.lifecycle, streams, lambda: self._closing is not None)
+        self.meeting = Meeting(place, self)
+        self._prefixes = Prefixes(lambda: self.meeting.key_for("prefixes"))
+        self._caching = caching
+        keys = self._prefixes.keys.of if caching else None
+        self.front = Front(place.node, streams, self, work_s, self.meeting.link, self._changed, request_s, keys)
+        self.guests = Guests(
+            lambda: self._hosting.lifecycle, streams, lambda: self._closing is not None, self.post,
+            lambda: self._handover.lending,
+        )  # fmt: skip
+        self._work_s = work_s
+        self._handover: Handover
         self._hosting: Hosting
         self._follower: Follower
         self._election: Election
+        self._wishing = Wishing(place.node, self.meeting, lambda: self._election.lead)
         self._presented: tuple[int, str] | None = None
         self._presented_s = 0.0
         self._presenting: asyncio.Task[None] | None = None
@@ -91,18 +111,38 @@ class Member:
         """Join, and wait until somebody leads and knows this node. BadConfig where it cannot belong to the cluster."""
         self._hosting, self._opened = hosting, True
         self._follower = Follower(
-            self.node, hosting.lifecycle, hosting.pool_pages, hosting.host_bytes, self._meeting.where,
+            self.node, hosting.lifecycle, hosting.pool_pages, hosting.host_bytes, self.meeting.where,
             hosting.known, self.tell, hosting.seen,
         )  # fmt: skip
-        self._election = Election(self.node, hosting, self._meeting, self._given_here)
-        await self._meeting.open()
+        self._handover = Handover(hosting, self.meeting.link, self._work_s, self.term)
+        self._election = Election(self.node, hosting, self.meeting, self._given_here)
+        await self.meeting.open()
+        if hosting.peering is not None:
+            mine, stale = hosting.lifecycle, self.meeting.stale
+            pages = Pages(hosting.memory, mine.grants, mine.offer, tuple(mine.residents), mine.copy_rate, stale)
+            self.meeting.let_read(hosting.peering, pages)
         self._beating = asyncio.create_task(self._beat())
         self._beating.add_done_callback(_say_why)
-        await self._started()
+        awaited = [one.model for one in hosting.lifecycle.known() if one.preload]
+        await joined(self.meeting, awaited, lambda: self._table, lambda: self._refused)
 
     def flow(self, model: str) -> Flow:
         """What runs a model's requests on this node."""
         return self._hosting.lifecycle.residents[model].flow
+
+    def post(self, command: Submit | Cancel, helper: Helper | None = None) -> None:
+        """Run a request here, with what a helper has of its prompt; or end one."""
+        self._handover.post(command, helper)
+
+    def handed_over(self) -> HandedOver:
+        """What helpers computed for requests that run here."""
+        return self._handover.counts() if self._opened else HandedOver()
+
+    def line(self, model: str) -> Line:
+        return self.front.line(model)
+
+    def trail(self, model: str) -> Trail | None:
+        return self._prefixes.trail(model) if self._caching else None
 
     def served_by(self, model: str) -> list[str]:
         """The other nodes that take its requests, as far as the leader said."""
@@ -119,7 +159,7 @@ class Member:
         if self._closing is None:
             self.front.closing = True
             self._follower.withdraw()
-            self._closing = asyncio.create_task(self._meeting.resign())
+            self._closing = asyncio.create_task(self.meeting.resign())
 
     async def close(self) -> None:
         """Leave. What runs here for others ends."""
@@ -128,8 +168,9 @@ class Member:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._opened:
+            await self._handover.close()
             await self._election.end()
-            await self._meeting.close()
+            await self.meeting.close()
             await self._follower.close()
         await self.guests.close()
 
@@ -138,17 +179,31 @@ class Member:
     async def look(self) -> None:
         """Whose weights may be copied the leader knows by itself."""
 
-    def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
-        """An operator's wish for this node. Where another one leads, it answers later, in the log."""
-        asked = Asked(model, wish, source, self.node)
-        self._asked_s[model] = time.monotonic()
-        if (lead := self._election.lead) is not None:
-            return lead.ask(asked)
-        view = self._meeting.view
-        if view.leader is None:
-            return Answer(model, False, "the cluster has no leader at the moment; ask again")
-        self.tell([asked])
-        return Answer(model, True, f"passed on to {view.leader.name}, which leads")
+    async def ask(self, model: str, wish: Wish, source: str | None = None) -> Answer:
+        """An operator's wish for this node."""
+        answer = await self.ask_leader(Asked(model, wish, source, self.node))
+        if answer.accepted:
+            self._asked_s[model] = time.monotonic()
+        return answer
+
+    async def ask_leader(self, event: Wished) -> Answer:
+        """The answer of whoever leads to an operator's wish. Refused (503) where nobody answers in some seconds."""
+        return await self._wishing.ask(event)
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """Host and domain."""
+        return self.meeting.where
+
+    @property
+    def in_term(self) -> int:
+        return self.meeting.view.term
+
+    def leading(self) -> LeaderView | None:
+        return None if self._election.lead is None else self._election.lead.view()
+
+    def held(self, model: str) -> int:
+        return self.front.waiting(model)
 
     def settled(self, model: str) -> bool:
         brain = self._election.brain
@@ -180,13 +235,13 @@ class Member:
 
     def tell(self, events: Sequence[Told]) -> None:
         """Bring events to whoever leads. Where nobody does they are dropped: the next one is told what there is."""
-        term, leader = self._meeting.term, self._meeting.view.leader
-        if leader is None or self._presented != (term, self._meeting.incarnation):
+        term, leader = self.meeting.term, self.meeting.view.leader
+        if leader is None or self._presented != (term, self.meeting.incarnation):
             return
         if leader.name == self.node:
             self._election.hear(self.node, term, events)
             return
-        link = self._meeting.link(leader.name)
+        link = self.meeting.link(leader.name)
         if link is not None and not link.asking.tell(term, aged(events, time.monotonic())):
             link.asking.forget_told()
             self._presented = None  # too much is missing: from the beginning
@@ -209,17 +264,19 @@ class Member:
             self._presenting.add_done_callback(_say_why)
 
     async def _present(self) -> None:
-        while self._meeting.view.leader is not None:
-            now = (self._meeting.term, self._meeting.incarnation)
+        while self.meeting.view.leader is not None:
+            now = (self.meeting.term, self.meeting.incarnation)
             if self._presented == now:
                 return
             self._presented = None
             await self._follower.calm()
-            if now != (self._meeting.term, self._meeting.incarnation):
+            if now != (self.meeting.term, self.meeting.incarnation):
                 continue
             self._presented, self._presented_s = now, time.monotonic()
             self._counted = {}
-            self.tell([*self._follower.introduction(), Traffic(self.front.tickets())])
+            self._prefixes.restart()
+            held = self._prefixes.news(self.node)
+            self.tell([*self._follower.introduction(), *([held] if held else []), Traffic(self.front.tickets())])
 
     async def _beat(self) -> None:
         while True:
@@ -228,25 +285,18 @@ class Member:
             counts = dict(self._hosting.counts())
             news = changed(counts, self._counted)
             self._counted = counts
-            report = self._follower.report()
-            events: list[Told] = [*([report] if report else []), *([Counted(news)] if news else [])]
+            told = (self._follower.report(), Counted(news) if news else None, self._held())
+            events: list[Told] = [one for one in told if one is not None]
             if events:
                 self.tell(events)
             self.front.look(time.monotonic() - self._voice_s < SILENCE_S)
 
-    async def _started(self) -> None:
-        """Until the leader has said where models are, and somebody serves those that are to be loaded at start."""
-        awaited = {one.model for one in self._hosting.lifecycle.known() if one.preload}
-        since_s = None
-        while True:
-            await asyncio.sleep(0.02)
-            if self._refused:
-                raise BadConfig(self._refused)
-            now, table = time.monotonic(), self._table
-            if table is not None and self.node in table.nodes:
-                since_s = since_s or now
-                if now - since_s > _MODELS_S or all(table.routes.get(model) for model in awaited):
-                    return
+    def _held(self) -> Held | None:
+        """What came to the caches here, and went, for a leader that was told what there was before."""
+        if self._presented == (self.meeting.term, self.meeting.incarnation):
+            return self._prefixes.news(self.node)
+        self._prefixes.look()
+        return None
 
     # What others say (`meeting.Hears` and `wire.Station`)
 
@@ -273,17 +323,22 @@ class Member:
             lead.outcome(number, outcome)
 
     def term(self) -> int:
-        return self._meeting.term
+        return self.meeting.term
 
     def heard(self, peer: Identity, term: int, events: Sequence[Told]) -> None:
         theirs = [event for event in dated(events, time.monotonic()) if _of(event) in (None, peer.node)]
         self._election.hear(peer.node, term, theirs)
 
     def given(self, peer: Identity, give: Give, until_s: float) -> Outcome:
-        leader = self._meeting.view.leader
+        leader = self.meeting.view.leader
         if leader is None or leader.name != peer.node:
             return Outcome.STALE
         return self._take(give.action)
+
+    def answer(self, peer: Identity, term: int, question: Question) -> Replied | None:
+        if isinstance(question, Wished):
+            return self._wishing.answer(term, question)
+        return Sight(self._hosting.sight())
 
     def run(self, run: Run, answer: Answering) -> Trouble | None:
         return self.guests.run(answer)
@@ -302,27 +357,27 @@ class Member:
         match action:
             case Order():
                 return self._follower.obey(action)
-            case Dispatch(node, requests):
-                self.front.begin(requests, node)
+            case Dispatch(node, requests, _, helper):
+                self.front.begin(requests, node, helper)
             case Refuse():
                 self.front.refuse(action)
             case Table():
                 self._table = action
                 self.front.route(action.routes)
+                if self.node in action.nodes:
+                    self._follower.assigned(Duty.DRAIN if self.node in action.leaving else Duty.SERVE)
                 late = time.monotonic() - self._presented_s > _AGAIN_S
                 if self.node not in action.nodes and late and self._closing is None:
                     self._presented = None
                     self.present()
-            case Answer("", False, why):
+            case Answer(_, False, why):  # of whoever presented itself; wishes are answered where they are put
                 self._refused = why
-            case Answer(model, accepted, why):
-                log.info("%s: the leader %s: %s", model, "accepts" if accepted else "refuses", why)
         return Outcome.APPLIED
 
 
 def _of(event: Told) -> str | None:
     """The node that an event is about, where it is about one."""
-    return event.node if isinstance(event, Joined | Report | Lost | Asked) else None
+    return event.node if isinstance(event, Joined | Report | Lost | Held) else None
 
 
 def _say_why(task: asyncio.Task[None]) -> None:

@@ -19,11 +19,16 @@ from typing import Final
 
 import msgspec
 
+from janus_server import keys as keyring
+from janus_server.cluster.meeting import SECRET
 from janus_server.config import ServeConfig, run_folders
+from janus_server.coordinator.names import free, taken
+from janus_server.coordinator.rundir import clear
 from janus_server.errors import BadConfig
-from janus_server.network import bind
+from janus_server.network import bind, check_exposure, tls_context
 from janus_server.serve import PAUSED
 from janus_server.transfer.rundir import first_usable
+from janus_server.wire.tls import shared_secret
 
 log = logging.getLogger("janus.watch")
 
@@ -61,9 +66,13 @@ class Watchman:
         ports = [config.port + i if config.port else 0 for i in range(config.nodes)]
         if ports[-1] > 65535:
             raise BadConfig(f"--port {config.port} with --nodes {config.nodes} goes beyond the last port, 65535")
-        for port in filter(None, ports):  # said once here instead of by each node
-            bind(config.host, port).close()
-        self._nodes = [_Node(f"n{i}", port) for i, port in enumerate(ports)]
+        keys = keyring.load(config.keys, config.api_key_file)
+        tls_context(config)
+        for port in ports:  # what is wrong is said once here instead of by each node
+            with bind(config.host, port) as listening:
+                check_exposure(config, keys, listening.getsockname()[0])
+        self._ports = ports
+        self._nodes: list[_Node] = []
         self._where = config.join or str(_run_dir(ports[0]))
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._ready: dict[str, str] = {}
@@ -76,7 +85,11 @@ class Watchman:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        codes = await asyncio.gather(*map(self._keep, self._nodes))
+        names = free(len(self._ports), await taken(self._where))
+        self._nodes = [_Node(name, port) for name, port in zip(names, self._ports, strict=True)]
+        codes = [] if self._signals else await asyncio.gather(*map(self._keep, self._nodes))
+        if self._config.join is None:
+            await asyncio.to_thread(clear, Path(self._where))
         if self._signals:
             return 130 if self._signals > 1 else 0
         return max(codes)
@@ -183,8 +196,13 @@ class Watchman:
 
 def _run_dir(port: int) -> Path:
     """Where nodes meet that were started together: by the port, which no two of them can have."""
-    base = first_usable(run_folders())
-    return base / (f"cluster-{port}" if port else f"cluster-{time.time_ns():x}")
+    folder = first_usable(run_folders()) / (f"cluster-{port}" if port else f"cluster-{time.time_ns():x}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise BadConfig(f"the run directory {folder} cannot be used: {error.strerror}") from None
+    shared_secret(folder / SECRET)
+    return folder
 
 
 def _die_with_parent() -> None:

@@ -21,7 +21,8 @@ MOST_MEMBER_BYTES: Final = 4096
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A node as it presents itself. url: where its peers reach it; domain: nodes of one domain are close to each other.
+    """A node as it presents itself. url: where its peers reach it, pages: where those of other hosts read its memory;
+    domain: nodes of one domain are close to each other.
 
     incarnation names one registration. A node that was thought gone comes back with another one, "a1b2.1" after "a1b2":
     what was promised to the former is void.
@@ -33,6 +34,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: str = ""
     domain: str = ""
     version: str = ""
+    pages: str = ""
 
     @property
     def process(self) -> str:

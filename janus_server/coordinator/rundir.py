@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +157,19 @@ class RunFiles:
             return os.path.samestat(os.stat(entry, dir_fd=self._at, follow_symlinks=False), os.fstat(file))
         except FileNotFoundError:
             return False
+
+
+def clear(path: Path) -> None:
+    """Remove the directory and all that its nodes left there, unless one of them still runs."""
+    try:
+        files = RunFiles(path)
+    except BadConfig:
+        return
+    try:
+        if not files.nodes():
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        files.close()
 
 
 def _locked(file: int, kind: int) -> bool:

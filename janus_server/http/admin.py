@@ -49,6 +49,12 @@ class Admin:
     async def peers(self, request: web.Request) -> web.Response:
         return _json(await self._operator().peers())
 
+    async def cluster(self, request: web.Request) -> web.Response:
+        lookout = self._service.node.lookout
+        if lookout is None:
+            raise not_ready("the models are not known yet")
+        return _json(await lookout.around())
+
     async def _fulfil(self, request: web.Request, wish: Wish, source: str | None) -> web.Response:
         name = request.match_info["model"]
         wait_s = _wait_s(request)

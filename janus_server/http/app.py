@@ -15,14 +15,17 @@ from janus_server.admission import Admission
 from janus_server.api import admin as records
 from janus_server.api import answers, bodies, embeddings, messages, responses, tokenize
 from janus_server.api.bodies import Limits
+from janus_server.api.cluster import ClusterView
 from janus_server.api.openapi import About, Access
 from janus_server.applications import Applications
 from janus_server.http.admin import PATTERN, Admin
 from janus_server.http.admit import Door
+from janus_server.http.dashboard import Dashboard
 from janus_server.http.docs import Docs
 from janus_server.http.edge import Guard, stamp
 from janus_server.http.embed import Embed
 from janus_server.http.generate import Generate
+from janus_server.http.nodes import Nodes, add_nodes
 from janus_server.http.routes import Routes
 from janus_server.http.service import Service
 from janus_server.http.status import Status
@@ -50,7 +53,8 @@ def build_app(
     _add_tokenize(routes, Tokenize(service))
     admin = Admin(service)
     _add_admin(routes, admin)
-    _add_docs(routes, Docs(service, routes.operations))
+    add_nodes(routes, Nodes(service))
+    _add_docs(routes, Docs(service, routes.operations), Dashboard(service))
     app.on_shutdown.append(admin.end)
     app.on_response_prepare.append(stamp)
     app.cleanup_ctx.append(service.threads)
@@ -170,6 +174,12 @@ def _add_admin(routes: Routes, admin: Admin) -> None:
         tag="admin", summary="The other servers of this user on this machine, and what can be copied from them",
         answer=records.PeerList, error=records.AdminError, access=Access.ADMIN,
     ))  # fmt: skip
+    routes.add_get("/admin/cluster", admin.cluster, About(
+        tag="admin", summary="Every node of the cluster: its memory, its models, its requests, and what was decided",
+        details="Any node answers for all of them; a server that is alone is a cluster of one. What was seen is shared "
+        "for half a second. A node that does not answer has a trouble. Counts only grow: take differences",
+        answer=ClusterView, error=records.AdminError, access=Access.ADMIN,
+    ))  # fmt: skip
     routes.add_get("/admin/memory", admin.memory, About(
         tag="admin", summary="Every page of memory by its holder, and how well it is used",
         answer=records.MemoryMap, error=records.AdminError, access=Access.ADMIN,
@@ -182,8 +192,10 @@ def _add_admin(routes: Routes, admin: Admin) -> None:
     ))  # fmt: skip
 
 
-def _add_docs(routes: Routes, docs: Docs) -> None:
+def _add_docs(routes: Routes, docs: Docs, dashboard: Dashboard) -> None:
     document = About(tag="status", summary="This document", details="OpenAPI 3.1")
     page = About(tag="status", summary="A page that shows it", kind="text/html", access=Access.OPEN)
     routes.add_get("/openapi.json", docs.document, document)
     routes.add_get("/docs", docs.page, page)
+    cluster = About(tag="status", summary="A page that shows the cluster", kind="text/html", access=Access.OPEN)
+    routes.add_get("/dashboard", dashboard.page, cluster)

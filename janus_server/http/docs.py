@@ -48,21 +48,30 @@ class Docs:
     async def page(self, request: web.Request) -> web.Response:
         if self._page is None:
             self._page = await self._service.on_thread(read_page)
-        headers = {
-            "Content-Security-Policy": self._page.policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-        }
-        return web.Response(body=self._page.body, content_type="text/html", charset="utf-8", headers=headers)
+        return shown(self._page)
 
     def _make(self) -> bytes:
         return openapi.encode(openapi.document(self._operations(), server_version(), self._service.limits))
 
 
 def read_page() -> Page:
-    """The packaged page, with a policy made of what is in it."""
-    body = PAGE.read_bytes()
+    """The packaged page, with its policy."""
+    return sealed(PAGE.read_bytes())
+
+
+def shown(page: Page) -> web.Response:
+    """The answer that carries a page and holds a browser to its policy."""
+    headers = {
+        "Content-Security-Policy": page.policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return web.Response(body=page.body, content_type="text/html", charset="utf-8", headers=headers)
+
+
+def sealed(body: bytes) -> Page:
+    """A page with a policy made of what is in it: no other script or style, and nothing from elsewhere."""
     scripts, styles = _hashes(body, b"script"), _hashes(body, b"style")
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "

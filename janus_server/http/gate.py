@@ -25,7 +25,7 @@ from janus_server.metrics import Metrics
 
 LIVENESS: Final = "/health"
 # Pages without data: a browser opens them before it has a key to send, and they ask for it.
-OPEN: Final = frozenset({LIVENESS, "/docs"})
+OPEN: Final = frozenset({LIVENESS, "/docs", "/dashboard"})
 # A dashboard's event stream may stay open for days: the end of the server waits for work, not for readers.
 READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOST: Final = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(?::\d{1,5})?", re.IGNORECASE | re.ASCII)

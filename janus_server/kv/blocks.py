@@ -92,5 +92,20 @@ class KvPages:
         self._pool.release(self.owner, (page,))
         return True
 
+    def part(self, pages: tuple[int, ...], owner: Owner) -> None:
+        """Pages that nobody shares are `owner`'s from now on, who writes them beside all steps."""
+        for page in pages:
+            require(self._refs.get(page) == 1, f"page {page} is shared, or not held")
+        for page in pages:
+            del self._refs[page]
+        self._pool.hand_over(pages, self.owner, owner)
+
+    def adopt(self, pages: tuple[int, ...], owner: Owner) -> None:
+        """The same back: pages of `owner` are this model's, with one reference each. They fit under its ceiling."""
+        require(not self.above_ceiling(len(pages)), "pages are adopted above the ceiling")
+        self._pool.hand_over(pages, owner, self.owner)
+        for page in pages:
+            self._refs[page] = 1
+
     def refs(self, page: int) -> int:
         return self._refs.get(page, 0)

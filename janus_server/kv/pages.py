@@ -124,6 +124,16 @@ class PagePool:
         self.eased += 1
         self._charge(owner, -len(pages))
 
+    def hand_over(self, pages: tuple[int, ...], giver: Owner, taker: Owner) -> None:
+        """Pages of one owner are another's from now on; none of them was free meanwhile."""
+        require(len(set(pages)) == len(pages), "a page is handed over once")
+        for page in pages:
+            require(self._owners[page] == giver, f"page {page} is not held by {giver.model}")
+        for page in pages:
+            self._owners[page] = taker
+        self._charge(giver, -len(pages))
+        self._charge(taker, len(pages))
+
     def reclaim(self, owner: Owner) -> int:
         """Return every page of an owner whose instance died; how many there were."""
         pages = tuple(page for page in range(self.n_pages) if self._owners[page] == owner)

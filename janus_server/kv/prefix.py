@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
+from typing import Any, Protocol
 
 import msgspec
 
@@ -41,15 +42,26 @@ class Match(msgspec.Struct, frozen=True):
         return self.pages if self.partial is None else (*self.pages, self.partial)
 
 
+class Follower(Protocol):
+    """Is told which pages are cached, and keeps something of its own with each."""
+
+    def root(self, tenant: str) -> Any: ...
+
+    def added(self, parent: Any, tokens: Tokens[int]) -> Any:
+        """A page of these tokens continues the one for which it gave `parent`."""
+
+    def removed(self, given: Any) -> None: ...
+
+
 class _Node:
     """One cached page. `key` is its identity; children are nodes whose tokens continue this page; `used` is the period
-    of its last use.
+    of its last use, `given` what the follower keeps with it.
 
     ordered are the children sorted by their tokens: the one that shares the longest start with a prompt stands next to
     where the prompt itself would, so a partial match looks at two of the thousands that can start at the root.
     """
 
-    __slots__ = ("children", "key", "ordered", "page", "parent", "tokens", "used")
+    __slots__ = ("children", "given", "key", "ordered", "page", "parent", "tokens", "used")
 
     def __init__(self, key: bytes, page: int, tokens: tuple[int, ...], parent: _Node | None, used: int = 0) -> None:
         self.key = key
@@ -59,6 +71,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.ordered: list[_Node] = []
         self.used = used
+        self.given: Any = None
 
 
 class PrefixCache:
@@ -68,7 +81,8 @@ class PrefixCache:
     match([1, 2, 3, 7], 3) gives pages (9,) and partial page 8 with 1 token.
     """
 
-    def __init__(self, kv: KvPages, secret: bytes) -> None:
+    def __init__(self, kv: KvPages, secret: bytes, follower: Follower | None = None) -> None:
+        self._follower = follower
         self._kv = kv
         self._secret = secret
         self._roots: dict[str, _Node] = {}
@@ -169,6 +183,15 @@ class PrefixCache:
         """Pages that `evict` could free; counting stops at `limit`, which is soon where old prefixes lie unused."""
         return sum(1 for _ in itertools.islice(self._unpinned(), limit))
 
+    def marks(self, pages: Tokens[int]) -> tuple[object, ...]:
+        """A mark for each of these cached pages, which it loses when it is given up."""
+        return tuple(self._by_page[page] for page in pages)
+
+    def still(self, pages: Tokens[int], marks: Tokens[object]) -> bool:
+        """True while every page has stayed cached since it was marked. Any thread: a page loses its mark before it goes
+        back to the pool, so whatever was read of it until now was what it held then."""
+        return all(self._by_page.get(page) is mark for page, mark in zip(pages, marks, strict=True))
+
     def withdraw(self, pages: Tokens[int]) -> None:
         """Forget those of `pages` that are cached, and all that continues them: what they hold is not to be trusted.
 
@@ -208,6 +231,8 @@ class PrefixCache:
         if root is None:
             word = hashlib.blake2b(tenant.encode(), key=self._secret, digest_size=16).digest()
             root = self._roots[tenant] = _Node(word, -1, (), None)
+            if self._follower is not None:
+                root.given = self._follower.root(tenant)
         return root
 
     def _add(self, parent: _Node, page: int, tokens: tuple[int, ...]) -> _Node:
@@ -216,6 +241,8 @@ class PrefixCache:
         bisect.insort(parent.ordered, node, key=_tokens)
         self._nodes[node.key] = node
         self._by_page[page] = node
+        if self._follower is not None:
+            node.given = self._follower.added(parent.given, tokens)
         self._kv.share(page)
         return node
 
@@ -237,6 +264,8 @@ class PrefixCache:
             del parent.ordered[bisect.bisect_left(parent.ordered, node.tokens, key=_tokens)]
         del self._nodes[node.key]
         del self._by_page[node.page]
+        if self._follower is not None:
+            self._follower.removed(node.given)
         self._kv.drop(node.page)
 
     def _best_partial(self, node: _Node, rest: Tokens[int]) -> tuple[_Node | None, int]:

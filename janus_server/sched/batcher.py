@@ -97,14 +97,15 @@ class Batcher:
         """
         return self._starved if self.waiting and self.waiting[0] is self._starved else None
 
-    def add(self, request: Request, now: float, grammar: Any = None) -> None:
+    def add(self, request: Request, now: float, grammar: Any = None, cached: int | None = None) -> None:
         """Queue a request. Its other choices wait until the first computed the prompt.
 
         Its longest form fits the memory: the context that the API promises was bounded by it. grammar is the matcher
-        that each choice draws under a copy of.
+        that each choice draws under a copy of. cached is what it gained from caches, where others computed the rest.
         """
         self._check(request)
         first = self._new_sequence(request, 0, now, grammar)
+        first.cached = cached
         first.siblings = [self._new_sequence(request, index, now, grammar) for index in range(1, request.n)]
         self.changes += 1
         self._enrol(first)

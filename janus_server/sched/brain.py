@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable
 
+from janus_server.duty import Assigned, Duty
 from janus_server.orders import (
     Action,
     Answer,
@@ -20,6 +21,7 @@ from janus_server.orders import (
     Done,
     Event,
     Failed,
+    Helper,
     Joined,
     Left,
     Lost,
@@ -34,14 +36,18 @@ from janus_server.orders import (
     Verb,
     Wanted,
 )
+from janus_server.sched.ado import ado, few
 from janus_server.sched.dispatcher import Dispatcher
+from janus_server.sched.emptying import Emptying
 from janus_server.sched.fleet import Fleet
 from janus_server.sched.foresight import Forecast, Foresight
 from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.placement import Note
 from janus_server.sched.pools import Pool
+from janus_server.sched.prefixes import Held
 from janus_server.sched.room import Room
 from janus_server.sched.sound import Clock, sound
+from janus_server.sched.split import Splits
 from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
 from janus_server.units import format_seconds
 
@@ -66,10 +72,12 @@ class Brain:
         self._due: list[tuple[float, str]] = []
         for room in self._rooms.values():
             self._remind(room)
-        self._dispatcher = Dispatcher(settings.ahead_s, memory.waiting)
+        self._dispatcher = Dispatcher(settings.ahead_s, memory.waiting, settings.dispatch)
         self._foresight = Foresight(settings.oracle, settings.refit_every_s, memory.foreseen)
         self._fleet = Fleet(settings.fleet, self._rooms, self._foresight, self._dispatcher.backlog_s,
                             self._dispatcher.waiting_s, memory.fleet)  # fmt: skip
+        self._emptying = Emptying(self._rooms, self._fleet)
+        self._splits = Splits(settings.split, self._rooms, self._fleet.footing.serving, self._dispatcher)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """What to do about `event`, which happened at `now`.
@@ -95,6 +103,8 @@ class Brain:
             for model in self._fleet.homeless(now):
                 led.update(dict.fromkeys(self._make_room(model, now, actions)))
             self._plan(led, None, now, actions)
+        if self._emptying.nodes:
+            self._plan(self._emptying.step(now, actions), None, now, actions)
         if actions:
             actions = [a for a in actions if not (isinstance(a, Refuse) and self._elsewhere(a, now))]
         self._dispatch(event, now, actions)
@@ -129,6 +139,10 @@ class Brain:
         """Those that it leads."""
         return tuple(self._rooms)
 
+    def leaving(self) -> tuple[str, ...]:
+        """Those that an operator has it empty."""
+        return tuple(sorted(self._emptying.nodes))
+
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""
         return self._foresight.forecast(model, now + self._clock.lag_s)
@@ -150,8 +164,8 @@ class Brain:
         return self._rooms[node].standing(model)
 
     def _with(self, model: str) -> list[Room]:
-        """The nodes whose catalogue has the model."""
-        return [room for room in self._rooms.values() if model in room.models]
+        """The nodes whose catalogue has the model and that take any."""
+        return [room for room in self._rooms.values() if model in room.models and room.duty is Duty.SERVE]
 
     # Hearing
 
@@ -190,6 +204,8 @@ class Brain:
                 return (node,)
             case Counted():
                 self._fleet.counted(event, now)
+            case Held(node) if node in self._rooms:
+                self._dispatcher.held(event)
             case Done(order) | Failed(order) if order in self._open:
                 node = self._open.pop(order)
                 self._rooms[node].close(event, now, actions)
@@ -199,6 +215,9 @@ class Brain:
                 return (node,)
             case Asked():
                 actions.append(self._ask(event, now))
+                return self._rooms
+            case Assigned():
+                actions.append(self._emptying.assign(event, now))
                 return self._rooms
             case Observed():
                 for room in self._rooms.values():
@@ -232,18 +251,20 @@ class Brain:
             name, known = belief.known.model, belief.known
             belief.offers = event.offers.get(name, ())
             lacking = known.preload and known.shards == 1 and not self._fleet.footing.held(name)
-            if lacking and pages_needed([*chosen, belief]) <= event.pool_pages:
+            if lacking and event.duty is Duty.SERVE and pages_needed([*chosen, belief]) <= event.pool_pages:
                 belief.wanted_s = now
                 chosen.append(belief)
         room = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs,
-                          host=event.host, domain=event.domain)  # fmt: skip
+                          host=event.host, domain=event.domain, duty=event.duty)  # fmt: skip
         self._rooms[event.node] = Room(self.settings, room, self._number)
+        self._emptying.joined(self._rooms[event.node])
         self._fleet.joined(self._rooms[event.node])
 
     def _leave(self, node: str) -> None:
         self._fleet.left(self._rooms.pop(node))
         self._open = {order: where for order, where in self._open.items() if where != node}
         self._dispatcher.gone(node)
+        self._emptying.left(node)
 
     def _seek(self, now: float, actions: list[Action]) -> Collection[str]:
         """Where nobody else looks after them: models that requests wait for, after nodes came or went."""
@@ -280,8 +301,8 @@ class Brain:
         best = self._best(model, now)
         shards = best[0].models[model].known.shards if best else 1
         if len(best) < shards:
-            if self._rooms:  # else nodes may come
-                actions.append(Refuse(model, _few(shards, len(best)), self.settings.broken_s if best else None))
+            if any(room.duty is Duty.SERVE for room in self._rooms.values()):  # else nodes may come
+                actions.append(Refuse(model, few(shards, len(best)), self.settings.broken_s if best else None))
             return ()
         nodes = tuple(sorted(room.node for room in best[:shards]))
         if all(room.able(model) for room in best[:shards]):  # else it is refused
@@ -291,19 +312,24 @@ class Brain:
         return nodes
 
     def _best(self, model: str, now: float) -> list[Room]:
-        """The nodes that have the model, that with the least ado first."""
-        return sorted(self._with(model), key=lambda room: _ado(room, model, now))
+        """The nodes that may have the model, that with the least ado first."""
+        return sorted(self._with(model), key=lambda room: ado(room, model, now))
 
     def _ask(self, event: Asked, now: float) -> Answer:
         """An operator's wish, put to the nodes that it concerns; refused where one of them refuses it."""
         model, wish = event.model, event.wish
         rooms = [room for room in self._best(model, now) if event.node in (None, room.node)]
+        if wish.goal is not Stage.ACTIVE:
+            rooms += [self._rooms[node] for node in self.leaving()
+                      if event.node in (None, node) and model in self._rooms[node].models]  # fmt: skip
+        elif event.node in self._emptying.nodes:
+            return Answer(model, False, f"{event.node} is being emptied and takes no model until it serves again")
         if not rooms:
             which = "no node" if event.node is None else f"no node {event.node}"
             return Answer(model, False, f"there is {which} that has {model}")
         shards = rooms[0].models[model].known.shards
         if wish.goal is Stage.ACTIVE and len(rooms) < shards:
-            return Answer(model, False, f"{model}: {_few(shards, len(rooms))}")
+            return Answer(model, False, f"{model}: {few(shards, len(rooms))}")
         if wish.goal is Stage.ACTIVE:
             rooms = sorted(rooms[:shards], key=lambda room: room.node)
         elif wish.goal is not None:
@@ -348,15 +374,19 @@ class Brain:
         due_s = self._dispatcher.due_s(now)
         if due_s is None or due_s > now:
             return
-        nodes: dict[str, list[str]] = {}
-        for ticket, node in self._dispatcher.begin(now, self._fleet.footing.serving):
-            nodes.setdefault(node, []).append(ticket.id)
+        nodes: dict[tuple[str, Helper | None], list[str]] = {}
+        saved: dict[str, float] = {}
+        for ticket, node, saved_s in self._dispatcher.begin(now, self._fleet.footing.serving):
+            nodes.setdefault((node, self._splits.helper(ticket, node, now)), []).append(ticket.id)
+            saved[node] = saved.get(node, 0.0) + saved_s
             for shard in self._fleet.footing.of(ticket.model, node):
                 self._rooms[shard].begun(ticket.model)
-        for node, requests in nodes.items():
+        for (node, helper), requests in nodes.items():
             left, ahead_s = len(self._dispatcher), self._dispatcher.backlog_s(node, now)
             why = f"{node}: {len(requests)} begin, {left} wait; {ahead_s:.2f} s of prompts lie before it"
-            actions.append(Dispatch(node, tuple(requests), why))
+            why += f", {saved[node]:.2f} s less for what it has cached" if saved[node] else ""
+            why += f", with prompts from {helper.node}" if helper is not None else ""
+            actions.append(Dispatch(node, tuple(requests), why, helper))
 
     def _number(self, node: str, model: str, verb: Verb, why: str, source: str | None) -> Order:
         self._orders += 1
@@ -364,18 +394,3 @@ class Brain:
         if verb.ends:
             self._open[self._orders] = node
         return Order(self.term, self._orders, node, model, verb, why, source, nodes if len(nodes) > 1 else ())
-
-
-def _ado(room: Room, model: str, now: float) -> tuple[bool, bool, bool, bool, float, int, str]:
-    """What it takes to have a model on a node: it is there or on its way, it fits at all, it is not broken there, there
-    is room, it is quick.
-    """
-    belief, missing = room.models[model], room.missing_pages(model)
-    return (
-        not belief.holds_pages, not room.able(model), belief.barred(now), missing > 0, belief.reload_s, missing,
-        room.node,
-    )  # fmt: skip
-
-
-def _few(shards: int, nodes: int) -> str:
-    return f"it takes {shards} nodes that have it, and there are {nodes}" if nodes else "no node has it"

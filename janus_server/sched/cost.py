@@ -59,6 +59,26 @@ def shape_of(batch: Batch) -> Shape:
     return Shape(decodes, prompt, context / 2)
 
 
+class PromptCost(msgspec.Struct, frozen=True):
+    """What was learnt of prompts of one model, for those who plan elsewhere: seconds of a step, of a token, and of a
+    token for each one before it; a step has step_tokens at most."""
+
+    fixed_s: float
+    token_s: float
+    context_s: float
+    step_tokens: int
+
+    @property
+    def sound(self) -> bool:
+        """Its numbers are numbers, and times of steps."""
+        parts = (self.fixed_s, self.token_s, self.context_s)
+        return self.step_tokens > 0 and all(0.0 <= part < _LONGEST_S for part in parts)
+
+    def work_s(self, tokens: int) -> float:
+        """A prompt of so many tokens, alone."""
+        return -(-tokens // self.step_tokens) * self.fixed_s + tokens * (self.token_s + self.context_s * tokens / 2)
+
+
 class StepCost:
     """Predicts the seconds of a step from its shape. `observe` a measured one and the next prediction is better.
 
@@ -83,6 +103,11 @@ class StepCost:
     def seconds(self, shape: Shape) -> float:
         fixed, decode, token, context = self._theta
         return fixed + decode * shape.decodes + token * shape.prompt_tokens + context * shape.context_tokens
+
+    def prompt(self, step_tokens: int) -> PromptCost | None:
+        """What it takes to compute prompts in steps of so many tokens; None before anything was observed."""
+        fixed_s, _, token_s, context_s = self._theta
+        return PromptCost(fixed_s, token_s, context_s, step_tokens) if self.observed else None
 
     def prompt_s(self, tokens: int, start: float, step_tokens: int, beside: Shape) -> float:
         """Seconds until that many prompt tokens from position `start` on are computed, in steps with room for

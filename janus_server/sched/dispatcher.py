@@ -17,6 +17,9 @@ from janus_server.orders import Ticket
 from janus_server.sched.backlog import Backlog, Cadence
 from janus_server.sched.dispatch import dispatch_live
 from janus_server.sched.jobs import Job, Machine, extended
+from janus_server.sched.nearer import first_done, nearer
+from janus_server.sched.prefixes import Held, Shortcuts
+from janus_server.sched.rules import Rule, Turns
 from janus_server.sched.sequence import UNPROMISED_TTFT_S
 
 _Kind = tuple[int, str]
@@ -29,15 +32,16 @@ _PLANNED_MOST: Final = 256
 
 
 class Given(NamedTuple):
-    """A request to begin now, and on which device."""
+    """A request to begin now, on which device, and how much less of its prompt is to be computed there."""
 
     ticket: Ticket
     machine: str
+    saved_s: float = 0.0
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """What a `Dispatcher` knows at one moment: what waits, what was given to which machine, and when to plan again:
-    where nothing happens before, at look_s."""
+    where nothing happens before, at look_s; what nodes hold of prompts, and until when who waits for that may."""
 
     tickets: tuple[Ticket, ...] = ()
     look_s: float | None = None
@@ -45,6 +49,9 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     begun: int = 0
     backlogs: dict[str, Backlog] = {}
     cadence: Cadence = msgspec.field(default_factory=lambda: Cadence(SPACING_S))
+    held: dict[str, frozenset[int]] = {}
+    until_s: dict[str, float] = {}
+    turns: dict[str, dict[str, int]] = {}
 
 
 class Dispatcher:
@@ -56,12 +63,16 @@ class Dispatcher:
     eighth request that is begun is the one that has waited longest, whatever was promised and whatever its priority: so
     the n-th of those who wait is begun after 8 n others at most, and no flood keeps anybody waiting for ever.
 
+    Where nodes hold the start of a prompt, it goes to the one that is done with it first: it may wait for that beside
+    an idle device, for as long as the cache saves at most, and not where fewer would be on time (`nearer`).
+
     Example: ahead_s 0.1, one device; a (work 1 s, due in 5 s) is begun at once; b (2 s, due in 9 s) and c (1 s, due in
     3 s) wait. When a is nearly done, c is begun, then b.
     """
 
-    def __init__(self, ahead_s: float, known: Waiting | None = None) -> None:
+    def __init__(self, ahead_s: float, known: Waiting | None = None, rule: Rule = Rule.LST_IMH) -> None:
         known = copy.deepcopy(known or Waiting())
+        self._turns = Turns(rule, known.turns)
         self._ahead_s = ahead_s
         self._cadence = known.cadence
         self._waiting: dict[str, Ticket] = {}
@@ -73,12 +84,15 @@ class Dispatcher:
         self._given = known.given
         self._begun = known.begun
         self._backlogs = known.backlogs
+        self._shortcuts = Shortcuts(known.held)
+        self._until_s = known.until_s
 
     def memory(self) -> Waiting:
         """What it knows now, as a copy."""
         return copy.deepcopy(
             Waiting(tickets=tuple(self._waiting.values()), look_s=self._look_s, given=self._given,
-                    begun=self._begun, backlogs=self._backlogs, cadence=self._cadence)
+                    begun=self._begun, backlogs=self._backlogs, cadence=self._cadence,
+                    held=self._shortcuts.holders.memory(), until_s=self._until_s, turns=self._turns.chosen)
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -121,8 +135,14 @@ class Dispatcher:
         if machine is not None or self._remove(request) is not None:
             self._cadence.changed(now)
 
+    def held(self, held: Held) -> None:
+        """A node told what its caches hold."""
+        self._shortcuts.holders.hear(held)
+
     def gone(self, machine: str) -> None:
         """A device is gone, and what it was given."""
+        self._turns.gone(machine)
+        self._shortcuts.holders.gone(machine)
         self._backlogs.pop(machine, None)
         self._given = {request: where for request, where in self._given.items() if where != machine}
 
@@ -148,6 +168,8 @@ class Dispatcher:
         Models are planned one after the other, the one with the most urgent request first: devices are shared, and what
         one model's plan gives to a device is before the next one's.
         """
+        if self._turns.rule is not Rule.LST_IMH:
+            return self._at_once(now, machines_of)
         models = dict.fromkeys(model for _, model in self._kinds)
         holders = {model: tuple(machines_of(model)) for model in models}
         machines = {name: Machine(name, self._backlog(name).start_s(now)) for one in holders.values() for name in one}
@@ -158,6 +180,8 @@ class Dispatcher:
         self._cadence.planned(now)
         ends = [machine.start_s for machine in machines.values() if machine.start_s > now]
         self._look_s = max(min(ends) - self._ahead_s, now + self._ahead_s) if ends else None
+        if self._look_s is not None and self._until_s:
+            self._look_s = min([self._look_s, *(until_s for until_s in self._until_s.values() if until_s > now)])
         return given
 
     def _next(
@@ -176,7 +200,8 @@ class Dispatcher:
         if able and self._begun % _OLDEST_EVERY == _OLDEST_EVERY - 1:
             heads = (next(iter(self._kinds[kind].values())) for kind in able)  # in the order in which they came
             oldest = min(heads, key=lambda ticket: (ticket.arrived_s, ticket.id))
-            first = min((machines[name] for name in holders[oldest.model]), key=lambda m: (m.start_s, m.id))
+            able_machines = [machines[name] for name in sorted(free.intersection(holders[oldest.model]))]
+            first = first_done(self._job(oldest, now), able_machines, self._work([oldest], holders[oldest.model]))
             return [self._give(oldest, first.id, now, machines)]
         for kind in able:
             waiting, planned = self._kinds[kind], jobs.get(kind)
@@ -186,22 +211,69 @@ class Dispatcher:
                 jobs[kind] = [job for job in planned if job.id in waiting]
         for kind in sorted(able, key=lambda kind: (kind[0], _urgency(jobs[kind][0]))):
             able_machines = [machines[name] for name in holders[kind[1]]]
-            if len(jobs[kind]) == 1:  # the commonest case by far, and any plan's
-                first = min(able_machines, key=lambda machine: machine.start_s)
-                return [self._give(self._waiting[jobs[kind][0].id], first.id, now, machines)]
-            plan = dispatch_live(jobs[kind][:_PLANNED_MOST], able_machines)
-            if picks := plan.ready(now, self._ahead_s):
+            planned = jobs[kind][:_PLANNED_MOST]
+            work = self._work([self._waiting[job.id] for job in planned], holders[kind[1]], now)
+            if len(planned) == 1:  # the commonest case by far, and any plan's
+                first = first_done(planned[0], able_machines, work)
+                if first.id in free:
+                    return [self._give(self._waiting[planned[0].id], first.id, now, machines)]
+                self._hold(planned[0], work, now)
+                continue
+            plan = dispatch_live(planned, able_machines)
+            picks = (nearer(plan, work) if work else plan).ready(now, self._ahead_s)
+            if work:
+                begun = {pick.job.id for pick in picks}
+                for pick in plan.ready(now, self._ahead_s):
+                    if pick.job.id not in begun:
+                        self._hold(pick.job, work, now)
+            if picks:
                 return [self._give(self._waiting[pick.job.id], pick.machine, now, machines) for pick in picks]
         return []
+
+    def _work(
+        self, tickets: Sequence[Ticket], nodes: tuple[str, ...], now: float = -math.inf
+    ) -> dict[str, dict[str, float]]:
+        """What prompts take on nodes that hold a part of them; not of those that have waited for that long enough."""
+        if not self._shortcuts or len(nodes) < 2:
+            return {}
+        found = ((ticket.id, self._shortcuts.work_s(ticket, nodes)) for ticket in tickets)
+        return {name: work for name, work in found if work and now < self._until_s.get(name, math.inf)}
+
+    def _hold(self, job: Job, work: Mapping[str, Mapping[str, float]], now: float) -> None:
+        """It waits although a device is free: for no longer than what it waits for saves."""
+        if job.id in work:
+            self._until_s.setdefault(job.id, now + job.work_s - min(work[job.id].values()))
+
+    def _at_once(self, now: float, machines_of: Callable[[str], Sequence[str]]) -> list[Given]:
+        """Everybody whose model any device takes, in the order in which they came."""
+        given: list[Given] = []
+        for ticket in sorted(self._waiting.values(), key=lambda one: (one.arrived_s, one.id)):
+            if names := machines_of(ticket.model):
+                name = self._turns.pick(ticket.model, names, lambda machine: self.backlog_s(machine, now))
+                given.append(self._give(ticket, name, now, {}))
+        self._cadence.planned(now)
+        self._look_s = None
+        return given
 
     def _give(self, ticket: Ticket, machine: str, now: float, machines: dict[str, Machine]) -> Given:
         self._remove(ticket.id)
         self._begun += 1
         self._given[ticket.id] = machine
+        work_s = self._shortcuts.on(ticket, machine)
         backlog = self._backlog(machine)
-        backlog.given(ticket.id, ticket.work_s, now)
+        backlog.given(ticket.id, work_s, now)
         machines[machine] = Machine(machine, backlog.start_s(now))
-        return Given(ticket, machine)
+        return Given(ticket, machine, ticket.work_s - work_s)
+
+    def cached(self, ticket: Ticket, nodes: Sequence[str]) -> dict[str, int]:
+        """How many tokens of its prompt are cached on those nodes that have any."""
+        return self._shortcuts.holders.cached(ticket.prefix, nodes)
+
+    def moved(self, ticket: Ticket, machine: str, now: float) -> None:
+        """The prompt of a request that was given a moment ago is computed by another device than that which runs it."""
+        self._backlogs[self._given[ticket.id]].cancelled(ticket.id, now)
+        self._given[ticket.id] = machine
+        self._backlog(machine).given(ticket.id, self._shortcuts.on(ticket, machine), now)
 
     def _backlog(self, machine: str) -> Backlog:
         return self._backlogs.setdefault(machine, Backlog())
@@ -214,6 +286,8 @@ class Dispatcher:
         ticket = self._waiting.pop(request, None)
         if ticket is not None:
             self._jobs.pop(request, None)
+            self._until_s.pop(request, None)
+            self._shortcuts.forget(request)
             kind = (-ticket.priority, ticket.model)
             del self._kinds[kind][request]
             if not self._kinds[kind]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from janus_server.duty import Duty
 from janus_server.orders import Action, Counted, Decided, Verb
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.footing import Footing
@@ -109,6 +110,19 @@ class Fleet:
         self._seating = self._seating.left(room.node)
         self.look(room.node)
         self._soon()
+
+    def assigned(self, room: Room, now: float) -> None:
+        """A node is to be emptied, or serves again: both paths go at once, without it or with it."""
+        if room.duty is not Duty.SERVE:
+            self._seating = self._seating.left(room.node)
+        self._fast_s = self._slow_s = min(self._fast_s, now)
+        self.look(room.node)
+
+    def promised(self, model: str, nodes: tuple[str, ...]) -> None:
+        """It is to be up there as soon as there is room."""
+        if self.decides(model):
+            self._seating = self._seating.without(model).taken(model, nodes)
+            self._moving = True
 
     def _soon(self) -> None:
         """Both paths, the next time that one is due: nodes come and go many at once."""
@@ -379,4 +393,4 @@ class Fleet:
             copy = choose(self._roster.models[change.model], change.devices, cluster, self._settings.links)
             if copy.source is not None and copy.origin in (Origin.NEAR, Origin.FAR):
                 feeder = copy.source.devices
-        return feeder if len(feeder) == len(change.devices) else [None] * len(change.devices)
+        return feeder if len(feeder) == len(change.devices) else self.footing.leaver(change.model, change.devices)

@@ -6,8 +6,12 @@ whole cluster looks at it as a `Cluster`, and whoever hands requests over asks w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
+
+from janus_server.duty import Duty
 from janus_server.orders import Stage
 from janus_server.sched.placement import Cluster, Device, Replica, Standing
 from janus_server.sched.room import Room
@@ -97,21 +101,46 @@ class Footing:
                 if self._torn(model, nodes)]  # fmt: skip
 
     def cluster(self, backlog_s: Callable[[str], float], reserve_pages: int) -> Cluster:
-        """All of it, as of now. reserve_pages of each node are not for replicas."""
+        """All of it, as of now, but for nodes that are to be emptied and what is on them. reserve_pages of each node are
+        not for replicas.
+        """
         if reserve_pages != self._reserve_pages:
             self._reserve_pages = reserve_pages
             self._devices.clear()
         sources = self._sources()
+        leaving = {node for node, room in self._rooms.items() if room.duty is not Duty.SERVE}
+        taken: Counter[str] = Counter()
         replicas = []
         for model, held in sorted(self._homes.items()):
             for nodes in held:
+                if leaving and not leaving.isdisjoint(nodes):
+                    taken.update({node: self._pages(model, node) for node in nodes})
+                    continue
                 standing = self._standing(model, nodes)
                 head = self._rooms[nodes[0]].models[model]
                 replicas.append(Replica(
                     model=model, devices=nodes, standing=standing, backlog_s=backlog_s(nodes[0]),
                     running=head.busy, serves=sources.get((model, nodes[0]), 0),
                 ))  # fmt: skip
-        return Cluster(tuple(map(self._device, self._rooms)), tuple(replicas))
+        devices = [self._device(node) for node in self._rooms if node not in leaving]
+        if taken:
+            devices = [
+                msgspec.structs.replace(device, pages=max(0, device.pages - taken[device.id])) for device in devices
+            ]
+        return Cluster(tuple(devices), tuple(replicas))
+
+    def leaver(self, model: str, nodes: tuple[str, ...]) -> list[str | None]:
+        """Of which node that is to be emptied each of these can copy the model, where it has no copy of its own."""
+        for held in self._homes.get(model, ()):
+            serves = len(held) == len(nodes) and self._serves(model, held)
+            if serves and any(self._rooms[node].duty is not Duty.SERVE for node in held):
+                pairs = zip(nodes, held, strict=True)
+                return [None if self._rooms[node].models[model].copy else source for node, source in pairs]
+        return [None] * len(nodes)
+
+    def _pages(self, model: str, node: str) -> int:
+        known = self._rooms[node].models[model].known
+        return known.weight_pages + known.floor_pages
 
     def _device(self, node: str) -> Device:
         if node not in self._devices:

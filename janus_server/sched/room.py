@@ -27,9 +27,8 @@ class Room:
     """
 
     def __init__(self, settings: BrainSettings, memory: RoomMemory, number: Numbered) -> None:
-        self.node = memory.node
-        self.host = memory.host
-        self.domain = memory.domain
+        self.node, self.host, self.domain = memory.node, memory.host, memory.domain
+        self.duty = memory.duty
         self.led: Collection[str] = ()
         self.pool_pages = memory.pool_pages
         self.host_bytes = memory.host_bytes
@@ -44,7 +43,7 @@ class Room:
         models = tuple(msgspec.structs.replace(belief) for belief in self.models.values())
         return RoomMemory(
             node=self.node, pool_pages=self.pool_pages, host_bytes=self.host_bytes, models=models,
-            next_wake_s=self.next_wake_s, host=self.host, domain=self.domain,
+            next_wake_s=self.next_wake_s, host=self.host, domain=self.domain, duty=self.duty,
         )  # fmt: skip
 
     def settled(self, model: str) -> bool:
@@ -61,10 +60,10 @@ class Room:
         belief = self.models[model]
         return Standing(belief.pinned, belief.draining, belief.goal, belief.load_s, belief.wake_s)
 
-    def missing_pages(self, model: str) -> int:
-        """How many pages must come free before the model can be brought up; none or fewer: it fits now."""
+    def missing_pages(self, model: str, going: Collection[Belief] = ()) -> int:
+        """Pages that must come free, beside those of `going`, before the model can be brought up; 0 or less: it fits."""
         belief = self.models[model]
-        holders = [one for one in self.models.values() if one.holds_pages and one is not belief]
+        holders = [b for b in self.models.values() if b.holds_pages and b is not belief and b not in going]
         return pages_needed([*holders, belief]) - self.pool_pages
 
     def able(self, model: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from janus_server.kv.blocks import KvPages, pages_for
 from janus_server.kv.pages import PagePool
+from janus_server.sched.loans import Loans
 from janus_server.sched.sequence import Sequence, by_seniority
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Scarcity:
         self._batchers: list[Batcher] = []
         self._period_s = None if idle_s is None else idle_s / IDLE_PERIODS
         self._due_s = 0.0
+        # Pages that are being filled from elsewhere, by so many; and those that are being read.
+        self.expecting = 0
+        self.loans = Loans()
 
     def join(self, batcher: Batcher) -> None:
         self._batchers.append(batcher)
@@ -51,7 +55,13 @@ class Scarcity:
 
     def leave(self, batcher: Batcher) -> None:
         self._batchers.remove(batcher)
+        self.loans.forget(batcher)
         batcher.kv.drop_floor()
+
+    @property
+    def passing(self) -> bool:
+        """True while pages will be free without a step of anybody's, soon: who waits for room is no bug."""
+        return self.expecting > 0 or len(self.loans) > 0
 
     @property
     def eased(self) -> int:
@@ -80,7 +90,7 @@ class Scarcity:
         less.
         """
         while not self.evict(n):
-            if self._preempt_last(n, None) is None:
+            if not self.loans.recall() and self._preempt_last(n, None) is None:
                 return False
         return True
 
@@ -96,9 +106,13 @@ class Scarcity:
     def make_room(self, n: int, asker: Sequence, kv: KvPages) -> bool:
         """True when n pages are free for `asker`; False when it must wait, because it was preempted itself."""
         while not self.evict(n, kv):
-            if self._preempt_last(n, kv) in (None, asker):
+            if not self.loans.recall() and self._preempt_last(n, kv) in (None, asker):
                 return False
         return True
+
+    def batcher(self, model: str) -> Batcher | None:
+        """That of a model which takes its turns now. Any thread may look."""
+        return next((batcher for batcher in tuple(self._batchers) if batcher.kv.owner.model == model), None)
 
     def period_over(self, now: float) -> bool:
         """True once a period: every prefix cache is then to `age` by IDLE_PERIODS. One comparison while it lasts.

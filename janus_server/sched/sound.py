@@ -126,6 +126,6 @@ def _observation(seen: Observation) -> bool:
 
 def _known(known: KnownModel) -> bool:
     times = (known.load_s, known.wake_s, 0.0 if known.idle_s is None else known.idle_s)
-    sizes = (known.weight_pages, known.host_bytes, known.longest_pages, known.floor_pages)
+    sizes = (known.weight_pages, known.host_bytes, known.longest_pages, known.floor_pages, known.context_tokens)
     attain = known.attain is None or 0.0 <= known.attain <= 1.0
     return known.shards >= 1 and min(sizes) >= 0 and attain and all(map(number, times))

@@ -10,11 +10,14 @@ from collections.abc import Iterable
 
 import msgspec
 
+from janus_server.duty import Duty
 from janus_server.orders import KnownModel, Order, Stage, Verb
 from janus_server.sched.dispatcher import Waiting
+from janus_server.sched.split import SplitSettings
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.foresight import Foreseen
 from janus_server.sched.oracle import OracleSettings
+from janus_server.sched.rules import Rule
 from janus_server.sched.sound import Clock, number
 
 
@@ -24,8 +27,9 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     A busy model is drained for another only when that one has waited for patience_s and the busy one was Active for
     stay_s: with both, two models that share room for one take turns of some seconds instead of thrashing. After
     `tries` failures in a row those who wait are refused; after a lasting one everybody is, for broken_s. A device is
-    handed prompts while less than ahead_s of them lies before it. What was observed of models is fitted anew every
-    refit_every_s at most; None: never. What was seen of a model's requests counts half after rate_half_life_s.
+    handed prompts while less than ahead_s of them lies before it, where requests are dispatched by LST-IMH. What was
+    observed of models is fitted anew every refit_every_s at most; None: never. What was seen of a model's requests
+    counts half after rate_half_life_s.
     """
 
     patience_s: float = 2.0
@@ -34,11 +38,13 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
     broken_s: float = 30.0
     ahead_s: float = 0.05
+    dispatch: Rule = Rule.LST_IMH
     rate_half_life_s: float = 1200.0
     refit_every_s: float | None = 60.0
     # Of half the points: a fit then takes 50 KB of a journal, and 7 ms to be taken in.
     oracle: OracleSettings = OracleSettings(window_s=30.0, points=128, first_points=30)
     fleet: FleetSettings = FleetSettings()
+    split: SplitSettings = SplitSettings()
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -176,6 +182,7 @@ class RoomMemory(msgspec.Struct, frozen=True, kw_only=True):
     next_wake_s: float | None = None
     host: str = ""
     domain: str = ""
+    duty: Duty = Duty.SERVE
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

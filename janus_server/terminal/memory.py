@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ROWS = 16
 _MOST_COLUMNS = 96
 _FREE, _SCRATCH = "·", "#"
-_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow",
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow",
             "bright_green", "bright_blue", "bright_red")  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _print(found: MemoryMap, options: MemoryOptions) -> None:
         return
     from rich.console import Console
 
-    Console(highlight=False).print(_rich(lines), soft_wrap=True)
+    Console(highlight=False).print(rich_of(lines), soft_wrap=True)
 
 
 def _watch(server: Target, options: MemoryOptions) -> None:
@@ -99,7 +99,7 @@ def _watch(server: Target, options: MemoryOptions) -> None:
 
         with Live(console=Console(highlight=False), auto_refresh=False) as live:
             while True:
-                live.update(_rich(drawing(asyncio.run(_map(server)), _columns())), refresh=True)
+                live.update(rich_of(drawing(asyncio.run(_map(server)), _columns())), refresh=True)
                 time.sleep(options.every_s)
     except KeyboardInterrupt:
         return
@@ -113,7 +113,7 @@ def drawing(found: MemoryMap, columns: int) -> list[Line]:
     """The map, its legend, the measures and the host copies; at most `columns` cells a row."""
     names = [one.model for one in found.models]
     letters = {name: string.ascii_uppercase[i % 26] for i, name in enumerate(names)}
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     per_cell = max(1, -(-found.pool_pages // (columns * _ROWS)))
     page, whole = format_bytes(found.page_bytes), format_bytes(found.pool_pages * found.page_bytes)
     free = format_bytes(found.free_pages * found.page_bytes)
@@ -217,7 +217,7 @@ def _pages(count: int) -> str:
     return f"{count} page{'' if count == 1 else 's'}"
 
 
-def _rich(lines: Sequence[Line]) -> Text:
+def rich_of(lines: Sequence[Line]) -> Text:
     from rich.text import Text
 
     text = Text()

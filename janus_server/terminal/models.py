@@ -17,6 +17,8 @@ from typing import Final
 import msgspec
 
 from janus_server.api.admin import ForkBody, ManagedList, ManagedModel, ModelEvent, PeerList, Wished
+from janus_server.api.cluster import ClusterView
+from janus_server.cluster.sight import where_served
 from janus_server.orders import Wish
 from janus_server.suggest import nearest
 from janus_server.terminal.client import Client, Events, Failed, Target, plain, printable, target, wish_path
@@ -26,7 +28,7 @@ from janus_server.units import format_bytes, format_seconds
 LIST = "list"
 
 _HEAD = ("MODEL", "STAGE", "WEIGHTS", "KV PAGES", "HOST COPY", "RUNNING", "HELD", "IDLE", "NOTE")
-_NUMBERS = (2, 3, 4, 5, 6, 7)
+_NUMBERS = _HEAD[2:8]
 _STYLES: Final = {"active": "green", "warm": "yellow", "cold": "dim"}
 # How long the server is asked to wait before it is asked again: a proxy may not keep a silent request for longer.
 _ASK_S = 25.0
@@ -65,15 +67,14 @@ def run(options: ModelsOptions) -> int:
 async def _list(server: Target, options: ModelsOptions) -> None:
     async with Client(server) as client:
         models = (await client.get("/admin/models", ManagedList)).data
+        view = None if options.as_json else await client.get("/admin/cluster", ClusterView)
         peers = None if options.as_json else await client.get("/admin/peers", PeerList)
     if options.model is not None:
         models = [one for one in models if one.model == options.model] or _no_such(options.model, models)
     if options.as_json:
         print(msgspec.json.format(msgspec.json.encode(models), indent=2).decode())
-    elif sys.stdout.isatty():
-        _print_table(models)
-    else:
-        print("\n".join(plain([_HEAD, *map(row, models)], _NUMBERS)))
+    elif view is not None:
+        _print(table(models, view), models)
     if peers is not None and peers.node is not None:
         print("\n" + "\n".join(peer_lines(peers)))
 
@@ -150,6 +151,31 @@ def row(one: ManagedModel) -> tuple[str, ...]:
     )
 
 
+def table(models: Sequence[ManagedModel], view: ClusterView) -> list[tuple[str, ...]]:
+    """The head and a row a model. In a cluster the stage is that on the node that was asked, whoever serves it."""
+    if len(view.nodes) == 1:
+        return [_HEAD, *map(row, models)]
+    served = where_served(view)
+    rows: list[tuple[str, ...]] = [(_HEAD[0], f"ON {printable(view.asked)}", "SERVED BY", *_HEAD[2:])]
+    for one in models:
+        name, stage, *rest = row(led(one, view))
+        rows.append((name, stage, " ".join(map(printable, served.get(one.model, ()))) or "-", *rest))
+    return rows
+
+
+def led(one: ManagedModel, view: ClusterView) -> ManagedModel:
+    """With what the leader of the cluster knows of the model on the node that was asked."""
+    here = next(
+        (m for node in view.nodes if node.node == view.asked for m in node.models if m.model == one.model), None
+    )
+    leads = next((node.leads for node in view.nodes if node.leads is not None), None)
+    if here is None or leads is None:
+        return one
+    return msgspec.structs.replace(
+        one, goal=here.goal, pinned=here.pinned, draining=here.draining, prediction=leads.predictions.get(one.model)
+    )
+
+
 def note(one: ManagedModel) -> str:
     """What is out of the ordinary: how far it is with what, what was asked for, why it failed."""
     found = []
@@ -190,17 +216,22 @@ def _no_such(model: str, models: Sequence[ManagedModel]) -> list[ManagedModel]:
     raise Failed(f"the server has no model {model!r}{nearest(model, names)}; it has: {', '.join(names)}", 404)
 
 
-def _print_table(models: Sequence[ManagedModel]) -> None:
+def _print(rows: Sequence[Sequence[str]], models: Sequence[ManagedModel]) -> None:
+    """The head and a row a model."""
+    numbers = [rows[0].index(name) for name in _NUMBERS]
+    if not sys.stdout.isatty():
+        print("\n".join(plain(rows, numbers)))
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for i, name in enumerate(_HEAD):
-        table.add_column(name, justify="right" if i in _NUMBERS else "left")
-    for one in models:
-        cells = [Text(cell) for cell in row(one)]
+    drawn = Table(box=None, header_style="bold", pad_edge=False)
+    for i, name in enumerate(rows[0]):
+        drawn.add_column(name, justify="right" if i in numbers else "left")
+    for one, row_of in zip(models, rows[1:], strict=True):
+        cells = [Text(cell) for cell in row_of]
         cells[1].stylize(_STYLES[one.stage])
         cells[-1].stylize("red" if one.trouble is not None else "cyan")
-        table.add_row(*cells)
-    Console(highlight=False).print(table)
+        drawn.add_row(*cells)
+    Console(highlight=False).print(drawn)

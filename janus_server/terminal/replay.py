@@ -1,6 +1,7 @@
-"""`janus replay FILE`: tells a fresh Brain what a journal's Brain was told, and says whether it decides the same.
+"""`janus replay FILE…`: tells a fresh Brain what a journal's Brain was told, and says whether it decides the same.
 
-Reads a file and prints; it meets no server.
+Reads files and prints; it meets no server. A cluster leaves one file for each term, on the node that led in it: given
+together, they are told in the order of their terms.
 """
 
 from __future__ import annotations
@@ -12,32 +13,51 @@ from pathlib import Path
 import msgspec
 
 from janus_server import journal
-from janus_server.journal import Entry
+from janus_server.journal import Entry, Heading
 from janus_server.orders import Action, Answer, Decided, Dispatch, Order, Refit, Refuse, Report
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    file: Path
+    files: tuple[Path, ...]
     sentences: bool = False
 
 
 def run(options: ReplayOptions) -> int:
-    """0 when every decision is the same, 1 when one differs. BadConfig where the file is no journal."""
-    if options.sentences:
-        _print_sentences(options.file)
+    """0 when every decision is the same, 1 when one differs. BadConfig where a file is no journal."""
+    if len(options.files) == 1:
+        return _replay(options.files[0], "", options.sentences)
+    terms = sorted((_term(file), file) for file in options.files)
+    codes = []
+    for term, file in terms:
+        codes.append(_replay(file, f"{file.name}, term {term}: ", options.sentences))
+    if not any(codes):
+        print(f"{len(terms)} journals, of terms {terms[0][0]} to {terms[-1][0]}, all with the same decisions")
+    return max(codes)
+
+
+def _replay(file: Path, name: str, sentences: bool) -> int:
+    if sentences:
+        if name:
+            print(name.removesuffix(": "))
+        _print_sentences(file)
     start_s = time.perf_counter()
-    replayed = journal.replay(options.file)
+    replayed = journal.replay(file)
     took_s = time.perf_counter() - start_s
     difference = replayed.difference
     if difference is None:
         pace = f", {replayed.span_s / took_s:,.0f} times as fast as they happened" if replayed.span_s > 0 else ""
-        print(f"{replayed.entries} events over {replayed.span_s:.1f} s lead to the same decisions{pace}")
+        print(f"{name}{replayed.entries} events over {replayed.span_s:.1f} s lead to the same decisions{pace}")
         return 0
-    print(f"line {difference.line}: {difference.entry.event}", file=sys.stderr)
+    print(f"{name}line {difference.line}: {difference.entry.event}", file=sys.stderr)
     for name, actions in (("journal", difference.entry.actions), ("replay ", difference.replayed)):
         for action in actions or ("nothing",):
             print(f"  {name}: {action}", file=sys.stderr)
     return 1
+
+
+def _term(file: Path) -> int:
+    heading = next(journal.read(file), None)
+    return heading.term if isinstance(heading, Heading) else 0
 
 
 def _print_sentences(file: Path) -> None:

@@ -1,6 +1,7 @@
-"""What the nodes of one host say to each other about weights: bounded, versioned msgpack frames over a Unix socket.
+"""What nodes say to each other about the pages they read: bounded, versioned msgpack frames.
 
-`serving` answers with them, `pull` asks with them. A frame is a version, a length and one record; whoever breaks a
+On one host they go over a Unix socket: `serving` answers, `mapped` asks. To other hosts they go over TCP (`line`), and
+so do the pages: `door` answers, `streamed` asks. A frame is a version, a length and one record; whoever breaks a
 bound, speaks another version or stays silent too long is left (`PeerTrouble`). Nothing here trusts a number before it
 was compared with a bound, and nothing here decides.
 """
@@ -13,17 +14,20 @@ import enum
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-VERSION: Final = 3
+VERSION: Final = 4
 ASK_MOST_BYTES: Final = 4096
 # 250,000 runs of pages: 100 GB in pages of 2 MiB without two neighbours are 50,000.
 ANSWER_MOST_BYTES: Final = 4 << 20
+# What one Fetch may ask for: whoever reads slowly learns so often whether its grant still holds.
+FETCH_MOST_BYTES: Final = 8 << 20
 
-_HEADER: Final = struct.Struct(">HI")
+HEADER: Final = struct.Struct(">HI")
 
 T = TypeVar("T")
 
@@ -42,6 +46,10 @@ class PeerTrouble(Exception):
         self.absent = absent
 
 
+class Stalled(PeerTrouble):
+    """A peer whose host may live, but from which nothing comes any more."""
+
+
 class Denial(enum.Enum):
     """Why a source does not let its weights be read."""
 
@@ -50,6 +58,19 @@ class Denial(enum.Enum):
     OTHER_LAYOUT = "other layout"
     OTHER_CHECKPOINT = "other checkpoint"
     NO_GRANT = "no grant"
+    OLD_TERM = "old term"
+
+
+DENIALS: Final[Mapping[Denial, str]] = MappingProxyType(
+    {
+        Denial.NOT_HERE: "the peer does not hold it",
+        Denial.GOING: "the peer is putting it away",
+        Denial.OTHER_LAYOUT: "the peer holds it in another layout",
+        Denial.OTHER_CHECKPOINT: "the peer holds another model of that name",
+        Denial.NO_GRANT: "the peer's grant ended before the copy was whole",
+        Denial.OLD_TERM: "the order to copy it came from a leader whose term is over",
+    }
+)
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +81,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first frame of a connection: who asks, and for which weights, of which only that layout is of use."""
+    """The first frame of a connection: who asks, and for which weights, of which only that layout is of use.
+
+    term is that of the leader who had them copied; 0 where nobody was elected.
+    """
 
     node: _Text
     incarnation: _Text
@@ -68,6 +92,23 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     layout: _Text
     checkpoint: _Text
     size_bytes: _Count
+    term: _Count = 0
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Instead of an Ask: a grant that this very process was given by other means (`Grants.issue`) is to be used."""
+
+    node: _Text
+    incarnation: _Text
+    grant: _Text
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Over TCP: send me a part of what the grant is for, counted over its pages in their order."""
+
+    grant: _Text
+    at: _Count
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=FETCH_MOST_BYTES)]
 
 
 class Look(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -107,6 +148,12 @@ class Granted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     bytes_per_s: float | None = None
 
 
+class Sending(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many bytes of pages follow this frame."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=FETCH_MOST_BYTES)]
+
+
 class Valid(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     grant: _Text
 
@@ -133,8 +180,8 @@ class Denied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     why: Denial
 
 
-Question = Ask | Look | Check | Release
-Answer = Granted | Valid | Denied | Holding
+Question = Ask | Claim | Look | Fetch | Check | Release
+Answer = Granted | Sending | Valid | Denied | Holding
 
 QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
 ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
@@ -163,7 +210,7 @@ class Link:
     async def send(self, message: Question | Answer, limit_s: float, fd: int | None = None) -> None:
         """Hand over one frame, a descriptor with it where given; PeerTrouble when that takes longer than limit_s."""
         body = msgspec.msgpack.encode(message)
-        data = memoryview(_HEADER.pack(VERSION, len(body)) + body)
+        data = memoryview(HEADER.pack(VERSION, len(body)) + body)
         fds = [] if fd is None else [fd]
         async with _within(limit_s):
             while data:
@@ -194,7 +241,7 @@ class Link:
         return message, taken[0] if taken else None
 
     async def _frame(self, decoder: msgspec.msgpack.Decoder[T], most_bytes: int, take: Callable[[int], bytes]) -> T:
-        version, size = _HEADER.unpack(await self._exactly(_HEADER.size, take))
+        version, size = HEADER.unpack(await self._exactly(HEADER.size, take))
         if version != VERSION:
             raise PeerTrouble("the peer speaks another version")
         if size > most_bytes:

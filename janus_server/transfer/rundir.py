@@ -12,10 +12,10 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -23,16 +23,49 @@ from janus_server.errors import BadConfig
 from janus_server.readers import NODE_NAME
 from janus_server.transfer.frames import PeerTrouble
 
+if TYPE_CHECKING:
+    from janus_server.transfer.line import Line
+
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _WAITING = 16
 _SOCKET: Final = ".sock"
 
 
+class Far(Protocol):
+    """Another node as the cluster knows it: near says that it is of this host, dial(limit_s) opens a line to it
+    (PeerTrouble; blocks for so long at most)."""
+
+    @property
+    def near(self) -> bool: ...
+
+    @property
+    def dial(self) -> Callable[[float], Line]: ...
+
+
+class Others(Protocol):
+    """The nodes that a cluster knows, by name."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def far(self, node: str) -> Far | None: ...
+
+
+class Nobody(msgspec.Struct, frozen=True):
+    """No node is known but those of the run directory."""
+
+    def names(self) -> Sequence[str]:
+        return ()
+
+    def far(self, node: str) -> Far | None:
+        return None
+
+
 class Peering(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node meets the others of its host.
+    """How a node meets the others of its host, and those that its cluster knows.
 
     incarnation is drawn anew by every process. A pull runs at bytes_per_s at most. A silent peer is given up after
-    reply_s. A grant lasts for grant_s, and longer where the model is large.
+    reply_s, one that sends pages and then stops after stall_s. A grant lasts for grant_s, and longer where the model is
+    large. Pages of other hosts come over up to `streams` connections.
     """
 
     node: str
@@ -41,6 +74,9 @@ class Peering(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float | None = None
     reply_s: float = 5.0
     grant_s: float = 10.0
+    stall_s: float = 3.0
+    streams: int = 2
+    others: Others = Nobody()
 
 
 class RunDirectory:

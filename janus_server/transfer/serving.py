@@ -21,6 +21,7 @@ from janus_server.transfer.frames import (
     QUESTIONS,
     Ask,
     Check,
+    Claim,
     Denial,
     Denied,
     Granted,
@@ -117,11 +118,14 @@ class PeerServer:
         limit_s = self._peering.reply_s
         ask = await link.receive(QUESTIONS, ASK_MOST_BYTES, limit_s)
         if isinstance(ask, Look):
-            await link.send(Holding(self._peering.node, self._peering.incarnation, self._holding()), limit_s)
+            await link.send(holding_of(self._peering, self._models, self._offers, self._grants), limit_s)
             return
-        if not isinstance(ask, Ask):
+        if isinstance(ask, Ask):
+            given = self._grants.give(ask, self._offers, lambda size_bytes: lasts_s(self._peering, size_bytes))
+        elif isinstance(ask, Claim):
+            given = self._grants.claim(ask)
+        else:
             raise PeerTrouble("the peer spoke out of turn")
-        given = self._grants.give(ask, self._offers, self._lasts_s)
         if isinstance(given, Denial):
             await link.send(Denied(given), limit_s)
             return
@@ -142,27 +146,41 @@ class PeerServer:
         finally:
             self._grants.release(grant)
 
-    def _holding(self) -> tuple[Held, ...]:
-        found = ((name, self._offers(name)) for name in self._models)
-        return tuple(
-            Held(name, offer.layout, offer.checkpoint, offer.size_bytes, len(self._grants.readers(name)))
-            for name, offer in found
-            if offer is not None
-        )
-
     def _granted(self, given: Given) -> Granted:
-        grant = given.grant
-        return Granted(
-            node=self._peering.node,
-            incarnation=self._peering.incarnation,
-            grant=grant.id,
-            region_bytes=self._handle.size_bytes,
-            page_bytes=self._page_bytes,
-            runs=tuple(Run(first, count) for first, count in runs(grant.pages)),
-            digest=given.offer.digest,
-            expires_in_s=max(grant.expires_s - time.monotonic(), 0.0),
-            bytes_per_s=self._bytes_per_s(),
-        )
+        return granted_of(given, self._peering, self._handle.size_bytes, self._page_bytes, self._bytes_per_s())
 
-    def _lasts_s(self, size_bytes: int) -> float:
-        return self._peering.grant_s + size_bytes / SLOWEST_BYTES_PER_S
+
+def holding_of(
+    peering: Peering, models: Sequence[str], offers: Callable[[str], Offer | None], grants: Grants
+) -> Holding:  # fmt: skip
+    """What is there to be read of these models. On the loop, where offers change."""
+    found = ((name, offers(name)) for name in models)
+    held = tuple(
+        Held(name, offer.layout, offer.checkpoint, offer.size_bytes, len(grants.readers(name)))
+        for name, offer in found
+        if offer is not None
+    )
+    return Holding(peering.node, peering.incarnation, held)
+
+
+def granted_of(
+    given: Given, peering: Peering, region_bytes: int, page_bytes: int, bytes_per_s: float | None
+) -> Granted:  # fmt: skip
+    """What whoever was given it is told of it."""
+    grant = given.grant
+    return Granted(
+        node=peering.node,
+        incarnation=peering.incarnation,
+        grant=grant.id,
+        region_bytes=region_bytes,
+        page_bytes=page_bytes,
+        runs=tuple(Run(first, count) for first, count in runs(grant.pages)),
+        digest=given.offer.digest,
+        expires_in_s=max(grant.expires_s - time.monotonic(), 0.0),
+        bytes_per_s=bytes_per_s,
+    )
+
+
+def lasts_s(peering: Peering, size_bytes: int) -> float:
+    """For how long a grant on so many bytes is given."""
+    return peering.grant_s + size_bytes / SLOWEST_BYTES_PER_S

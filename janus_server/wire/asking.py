@@ -27,6 +27,9 @@ from janus_server.wire.frames import (
     Heard,
     Item,
     Outcome,
+    Question,
+    Replied,
+    Reply,
     Resume,
     Run,
     Taken,
@@ -35,6 +38,7 @@ from janus_server.wire.frames import (
 )
 from janus_server.wire.items import emit_of
 from janus_server.wire.post import Orders, Outtray
+from janus_server.wire.questions import Questions
 from janus_server.wire.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -141,6 +145,7 @@ class Asking:
         self._next = first
         self._tray = Outtray(first)
         self._orders = Orders()
+        self._questions = Questions(first)
         self._answered = answered
         self._control: Connection | None = None
         self._stream: Connection | None = None
@@ -178,6 +183,10 @@ class Asking:
         self._look_again()
         return added
 
+    async def ask(self, term: int, question: Question, limit_s: float) -> Replied | None:
+        """The other's answer. None where it has none, or is not reached in that time; it is not asked again then."""
+        return await self._questions.ask(self._control, term, question, limit_s)
+
     def forget_told(self) -> None:
         self._tray.drop()
 
@@ -205,6 +214,7 @@ class Asking:
     def close(self, why: Trouble) -> None:
         """Nothing is asked any more. Orders that are open may or may not be carried out."""
         self.lost(why)
+        self._questions.drop()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -230,6 +240,7 @@ class Asking:
     def down(self, connection: Connection) -> None:
         if connection is self._control:
             self._control = None
+            self._questions.drop()
         if connection is self._stream:
             self._stream = None
 
@@ -259,6 +270,8 @@ class Asking:
                 outcome = self._orders.answered(frame)
                 if outcome is not None:
                     self._answered(term, id, outcome)
+            case Reply():
+                return self._questions.take(frame)
         return None
 
     def streamed(self, connection: Connection, frame: Frame) -> Trouble | None:

@@ -18,11 +18,11 @@ import msgspec
 
 from janus_server.orders import (
     Answer,
-    Asked,
     Counted,
     Dispatch,
     Done,
     Failed,
+    Helper,
     Joined,
     Lost,
     Observed,
@@ -33,7 +33,9 @@ from janus_server.orders import (
     Traffic,
     Unwanted,
     Wanted,
+    Wished,
 )
+from janus_server.sched.prefixes import Held
 from janus_server.types import Request
 from janus_server.wire.trouble import Trouble
 
@@ -47,6 +49,8 @@ CONTROL_MOST_BYTES: Final = 1 << 20
 STREAM_MOST_BYTES: Final = 256 << 10
 # What travels in pieces, together: a body of 4 MiB (api/bodies) as tokens, at most 5 bytes each.
 WHOLE_MOST_BYTES: Final = 32 << 20
+# What a node knows of itself: some thousand models of 500 bytes each.
+SIGHT_MOST_BYTES: Final = 4 << 20
 # Requests that one process may have open with one other: a thousand times what a device runs at once.
 MOST_STREAMS: Final = 1 << 16
 
@@ -140,7 +144,7 @@ class Piece(Frame, frozen=True):
 
 
 Told = (
-    Joined | Offered | Wanted | Unwanted | Traffic | Report | Done | Failed | Lost | Asked | Observed | Counted
+    Joined | Offered | Wanted | Unwanted | Traffic | Report | Done | Failed | Lost | Observed | Counted | Held
 )  # fmt: skip
 """Events that a leader has to hear from nodes. The others it makes itself, or hears from the coordinator."""
 
@@ -148,12 +152,16 @@ Told = (
 class Table(msgspec.Struct, frozen=True, tag=True):
     """Where each model is served, the best node first: what nodes route by while no leader answers.
 
-    nodes are those that the leader has been told of: whoever misses itself presents itself again.
+    nodes are those that the leader has been told of: whoever misses itself presents itself again. leaving are those of
+    them that an operator has emptied. Models that rest are served nowhere, and nobody is
+    about to bring them up.
     """
 
     number: Number
     routes: dict[str, tuple[str, ...]]
     nodes: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    resting: tuple[str, ...] = ()
 
 
 Given = Order | Dispatch | Refuse | Answer | Table
@@ -205,6 +213,35 @@ class Ack(Frame, frozen=True):
     outcome: Outcome
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """What the other node knows of itself."""
+
+
+class Sight(msgspec.Struct, frozen=True, tag=True):
+    """What a node knows of itself: JSON, read by who asked for it."""
+
+    view: Annotated[bytes, msgspec.Meta(max_length=SIGHT_MOST_BYTES)]
+
+
+Question = Look | Wished
+Replied = Sight | Answer
+
+
+class Ask(Frame, frozen=True):
+    """To be answered at once. The term is that of the leader whom a wish is for; of a `Look` it says nothing."""
+
+    number: Number
+    term: Number
+    question: Question
+
+
+class Reply(Frame, frozen=True):
+    """A sight to a look, an answer to a wish; None where the other does not lead in that term, or knows nothing yet."""
+
+    number: Number
+    answer: Replied | None
+
+
 # Streams
 
 
@@ -219,6 +256,13 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
         return len(self.tokens)
 
 
+class Lend(msgspec.Struct, frozen=True, array_like=True):
+    """The pages of a prompt from number `first` on, to the process that comes for them under that incarnation."""
+
+    first: Number
+    incarnation: Name
+
+
 class Run(Frame, frozen=True, kw_only=True):
     """Run a request, and tell of it on that stream.
 
@@ -226,7 +270,8 @@ class Run(Frame, frozen=True, kw_only=True):
     attempt counts the nodes that it was given to before. age_s is since it came to the cluster, remaining_s until
     nobody wants it any more (None: as long as it takes). call names the API call that it is a part of, which has one
     ticket. known has the choices that had begun elsewhere; ended are those that are over. The first `upto` items may be
-    sent at once.
+    sent at once. helper may compute its prompt for the one that runs it. A prompt that is run for such a one says with
+    lend which of its pages are to be lent to it.
     """
 
     stream: Number
@@ -239,6 +284,8 @@ class Run(Frame, frozen=True, kw_only=True):
     request: Request
     known: tuple[Known, ...] = ()
     ended: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)], ...] = ()
+    helper: Helper | None = None
+    lend: Lend | None = None
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -309,8 +356,8 @@ class Broken(Frame, frozen=True):
 
 
 Knock = Hello | Challenge | Proof | Welcome | Refusal
-ControlAsk = Beat | Piece | Tell | Give
-ControlAnswer = Beat | Piece | Heard | Ack
+ControlAsk = Beat | Piece | Tell | Give | Ask
+ControlAnswer = Beat | Piece | Heard | Ack | Reply
 StreamAsk = Beat | Piece | Resume | Run | Credit | Cancel
 StreamAnswer = Beat | Piece | Taken | Tokens | Ended | Broken
 

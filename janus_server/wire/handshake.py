@@ -43,6 +43,10 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret()"
 
+    def derived(self, purpose: str) -> bytes:
+        """A key of 32 bytes for another purpose, which tells nothing of this one."""
+        return hmac.digest(self._key, b"janus wire: key of " + purpose.encode(), "sha256")
+
     def proof(self, label: str, dialling: Identity, answering: Identity, hello: Hello, nonce: bytes,
               certificate: bytes) -> bytes:  # fmt: skip
         """Over every word of the handshake. msgpack says how long each one is: no two sets of words look the same."""

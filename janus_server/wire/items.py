@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from janus_server.types import Emit, Fault, FinishReason, TokenLogprob
+from janus_server.types import Emit, Fault, FinishReason, Lent, TokenLogprob
 from janus_server.wire.frames import Item
 
 # Packed: one of the likeliest takes no more; a score without any takes three times that, and a plain item two times.
@@ -31,6 +31,7 @@ class More(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
     fault: Fault | None = None
+    lent: Lent | None = None
 
 
 _MORE: Final = msgspec.msgpack.Decoder(More)
@@ -41,7 +42,7 @@ def items_of(stream: int, position: int, emit: Emit) -> Iterator[Item]:
     """The items of an emit, from that position of the stream on."""
     for number, part in enumerate(_parts(emit)):
         more = More(part.logprob, part.finish, part.cached_tokens, part.queued_s, part.prompt_logprobs, part.embedding,
-                    part.fault)  # fmt: skip
+                    part.fault, part.lent)  # fmt: skip
         packed = None if more == _NOTHING else msgspec.msgpack.encode(more)
         yield Item(stream, position + number, part.index, part.token, packed)
 
@@ -56,7 +57,7 @@ def emit_of(request_id: str, item: Item) -> Emit | None:
         return None
     return Emit(
         request_id, item.index, item.token, more.logprob, more.finish, more.cached_tokens, more.queued_s,
-        more.prompt_logprobs, more.embedding, more.fault,
+        more.prompt_logprobs, more.embedding, more.fault, more.lent,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from janus_server.wire.credits import Outflow
 from janus_server.wire.frames import (
     MOST_STREAMS,
     Ack,
+    Ask,
     Broken,
     Cancel,
     Credit,
@@ -25,6 +26,9 @@ from janus_server.wire.frames import (
     Give,
     Heard,
     Outcome,
+    Question,
+    Replied,
+    Reply,
     Resume,
     Run,
     Taken,
@@ -53,6 +57,9 @@ class Station(Protocol):
     def given(self, peer: Identity, give: Give, until_s: float) -> Outcome:
         """An order that is new and of the present term; to be begun before until_s (monotonic) or not at all."""
 
+    def answer(self, peer: Identity, term: int, question: Question) -> Replied | None:
+        """What there is to say to it; None where that is nothing."""
+
     def run(self, run: Run, answer: Answering) -> Trouble | None:
         """Run a request; its emits go to `answer`. Trouble where it cannot be run here."""
 
@@ -66,6 +73,11 @@ class Answering:
     def __init__(self, serving: Serving, run: Run) -> None:
         self.run = run
         self._serving = serving
+
+    @property
+    def peer(self) -> Identity:
+        """Who asked."""
+        return self._serving.peer
 
     def put(self, emit: Emit) -> None:
         """It is told in its turn; a reader that is too far behind ends the request, by `Station.cancel`."""
@@ -165,6 +177,8 @@ class Serving:
                 connection.send_first(Heard(self._intray.expected))
             case Give(term, id):
                 connection.send_first(Ack(term, id, self._given(connection, frame)))
+            case Ask(number, term, question):
+                connection.send(Reply(number, self._station.answer(self.peer, term, question)))
         return None
 
     def streamed(self, connection: Connection, frame: Frame) -> Trouble | None:

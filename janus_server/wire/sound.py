@@ -22,7 +22,12 @@ _MOST_NAME: Final = 512
 
 def sound(run: Run) -> bool:
     """True for a request that can be run."""
-    return _sound_request(run.request) and _sound_progress(run)
+    return (
+        _sound_request(run.request)
+        and _sound_progress(run)
+        and (run.lend is None or _bare(run))
+        and (run.helper is None or (len(run.helper.node) <= _MOST_NAME and 0 <= run.helper.tokens < _MOST_TOKENS))
+    )
 
 
 def _sound_request(request: Request) -> bool:
@@ -81,3 +86,10 @@ def _sound_progress(run: Run) -> bool:
         and all(index < run.request.n for index in named)
         and all(len(known.tokens) <= run.request.max_tokens for known in run.known)
     )
+
+
+def _bare(run: Run) -> bool:
+    """A prompt whose pages are to be lent comes to nothing else."""
+    request = run.request
+    alone = (request.n, request.max_tokens) == (1, 0) and not run.known and run.helper is None
+    return alone and request.prompt_logprobs is None and request.pooling is None and request.grammar is None

@@ -1,4 +1,4 @@
-"""Real etcd servers for the tests of the cluster: started on loopback, killed, stopped, started again.
+"""Real etcd servers for the tests of the cluster, which the chaos bench has.
 
 A test that wants one is skipped where there is no `etcd` (Debian: etcd-server; .ci/run installs it).
 """
@@ -7,92 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-HEALTHY_S = 60.0
+from bench import chaos_etcd
+from bench.chaos_etcd import MISSING, PROGRAM, free_ports
+
+__all__ = ["EtcdServer", "etcd_servers", "free_ports"]
 
 
-class EtcdServer:
-    """One server. Its data stay when it dies."""
-
-    def __init__(self, folder: Path, name: str, client_port: int, peer_port: int, cluster: str, *more: str) -> None:
-        self.endpoint = f"127.0.0.1:{client_port}"
-        self.url = f"http://{self.endpoint}"
-        self._folder = folder / name
-        self._command = [
-            etcd_program(), "--name", name, "--data-dir", str(self._folder), "--listen-client-urls", self.url,
-            "--advertise-client-urls", self.url, "--listen-peer-urls", f"http://127.0.0.1:{peer_port}",
-            "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer_port}", "--initial-cluster", cluster,
-            *more,
-        ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
-
+class EtcdServer(chaos_etcd.EtcdServer):
     def start(self) -> None:
-        with self._folder.with_suffix(".log").open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def forget(self) -> None:
-        """Lose all data, as on a disk that was replaced."""
-        self.kill()
-        shutil.rmtree(self._folder)
-
-    def send(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def wait(self) -> None:
-        """Until it has a leader and answers."""
-        until_s = time.monotonic() + HEALTHY_S
-        while True:
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                    if b"true" in answer.read(1000):
-                        return
-            assert time.monotonic() < until_s, self._folder.with_suffix(".log").read_text()[-2000:]
-            time.sleep(0.05)
+        skip_without()
+        super().start()
 
 
 @contextlib.contextmanager
-def etcd_servers(folder: Path, count: int = 1) -> Iterator[list[EtcdServer]]:
-    ports = free_ports(2 * count)
-    names = [f"e{i}" for i in range(count)]
-    cluster = ",".join(f"{name}=http://127.0.0.1:{ports[2 * i + 1]}" for i, name in enumerate(names))
-    servers = [EtcdServer(folder, name, ports[2 * i], ports[2 * i + 1], cluster) for i, name in enumerate(names)]
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait()
+def etcd_servers(folder: Path, count: int = 1) -> Iterator[list[chaos_etcd.EtcdServer]]:
+    skip_without()
+    with chaos_etcd.etcd_servers(folder, count) as servers:
         yield servers
-    finally:
-        for server in servers:
-            server.kill()
 
 
-def etcd_program() -> str:
-    found = shutil.which("etcd")
-    if found is None:
-        pytest.skip("there is no etcd server here (Debian: apt install etcd-server)")
-    return found
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+def skip_without() -> None:
+    if shutil.which(PROGRAM) is None:
+        pytest.skip(MISSING)

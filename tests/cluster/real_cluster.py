@@ -26,10 +26,12 @@ SMALL = ("--memory", "16MiB", "--page-size", "64KiB", "--host-memory", "16MiB", 
 class Process:
     """A `janus serve` of any kind; what it says is read by a thread. Its run directories are below `runtime`."""
 
-    def __init__(self, arguments: list[str], runtime: Path) -> None:
+    def __init__(self, arguments: list[str], runtime: Path, *paths: Path) -> None:
+        """paths: where packages are looked for at first."""
         self.runtime = runtime
         environment = {
-            **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(runtime),
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, REPO))), "OMP_NUM_THREADS": "1",
+            "XDG_RUNTIME_DIR": str(runtime),
         }  # fmt: skip
         command = [sys.executable, *(["-O"] * sys.flags.optimize), "-m", "janus_server", "serve", *arguments]
         self.process = subprocess.Popen(

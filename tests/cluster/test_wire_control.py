@@ -7,8 +7,8 @@ import time
 
 import pytest
 from wire_nodes import (
-    Node,
     as_words,
+    cut_control,
     dispatch,
     node,
     peer_process,
@@ -21,12 +21,6 @@ from wire_nodes import (
 
 from janus_server.orders import Dispatch, Report
 from janus_server.wire.frames import Give, Outcome, Role
-
-
-def cut_control(one: Node) -> None:
-    for serving in one.listener._servings.values():
-        if serving.control is not None:
-            serving.control._socket._req.transport.abort()  # type: ignore[attr-defined]
 
 
 async def test_events_arrive_once_and_in_order_over_connections_that_break() -> None:

@@ -20,7 +20,7 @@ from janus_server.orders import Dispatch, Report, Ticket, Traffic
 from janus_server.types import Emit, FinishReason, Request
 from janus_server.wire.asking import Reading
 from janus_server.wire.credits import WINDOW_ITEMS
-from janus_server.wire.frames import Give, Outcome, Role, Run, Told
+from janus_server.wire.frames import Give, Outcome, Question, Replied, Role, Run, Told
 from janus_server.wire.handshake import Identity, Secret
 from janus_server.wire.link import Link, Links, Timing
 from janus_server.wire.listen import WireListener, bind
@@ -59,6 +59,7 @@ class Numbers:
         self.prompts: list[int] = []
         self.on_told: Callable[[Identity, int, Sequence[Told]], None] | None = None
         self.on_given: Callable[[Give], None] | None = None
+        self.on_question: Callable[[int, Question], Replied | None] = lambda term, question: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def term(self) -> int:
@@ -74,6 +75,9 @@ class Numbers:
         if self.on_given is not None:
             self.on_given(give)
         return Outcome.APPLIED
+
+    def answer(self, peer: Identity, term: int, question: Question) -> Replied | None:
+        return self.on_question(term, question)
 
     def run(self, run: Run, answer: Answering) -> Trouble | None:
         if run.request.model != "m":
@@ -181,6 +185,13 @@ def traffic(id: str) -> Traffic:
 
 def dispatch(id: str, to: str) -> Dispatch:
     return Dispatch(to, (id,), "it is free")
+
+
+def cut_control(one: Node) -> None:
+    """Break the control connections that lead to it."""
+    for serving in one.listener._servings.values():
+        if serving.control is not None:
+            serving.control._socket._req.transport.abort()  # type: ignore[attr-defined]
 
 
 class Peer:

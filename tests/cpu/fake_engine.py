@@ -175,6 +175,9 @@ class FakeNode:
     def stats(self) -> dict[str, types.BatcherStats]:
         return {name: types.BatcherStats(len(m.live), 2, 1, 20, 10, 500, 300) for name, m in self.models.items()}
 
+    def handed_over(self) -> None:
+        return None
+
     def loads(self) -> dict[str, types.Load]:
         return {name: types.Load(len(m.live) + 2, 1.5) for name, m in self.models.items()}
 

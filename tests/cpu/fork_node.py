@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
 
 async def wish(node: Node, model: str, what: Wish, source: str | None = None) -> Stage:
     """Ask, and wait until the model stands where it shall."""
-    answer = node.ask(model, what, source)
+    answer = await node.ask(model, what, source)
     assert answer.accepted, answer.why
     await until(lambda: node.settled(model))
     return node.stages()[model]

@@ -385,6 +385,7 @@ def test_the_document_tells_of_the_admin_routes_and_who_may_call_them(server: Se
     assert found == {
         "/admin/models": {"get"}, "/admin/models/{model}/{wish}": {"post"}, "/admin/memory": {"get"},
         "/admin/events": {"get"}, "/admin/models/{model}/fork": {"post"}, "/admin/peers": {"get"},
+        "/admin/cluster": {"get"}, "/admin/nodes/{node}/drain": {"post"}, "/admin/nodes/{node}/serve": {"post"},
     }  # fmt: skip
     wish = tree["paths"]["/admin/models/{model}/{wish}"]["post"]
     assert {"200", "202", "401", "403", "404", "409", "503", "504"} <= set(wish["responses"])

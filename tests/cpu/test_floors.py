@@ -62,7 +62,7 @@ async def generate(node: Node, name: str, number: int, tokens: int = 8, prompt: 
 
 
 async def until_stage(node: Node, name: str, wish: Wish, stage: Stage) -> None:
-    assert node.ask(name, wish).accepted
+    assert (await node.ask(name, wish)).accepted
     async with asyncio.timeout(20):
         while node.stages()[name] is not stage:
             await asyncio.sleep(0.005)

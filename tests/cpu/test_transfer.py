@@ -48,7 +48,8 @@ from janus_server.transfer.frames import (
     Valid,
 )
 from janus_server.transfer.grants import BeingRead, Given, Grants, Offer
-from janus_server.transfer.pull import Want, _pieces, pulling
+from janus_server.transfer.mapped import pieces_of
+from janus_server.transfer.pull import Want, pulling
 from janus_server.transfer.rundir import RunDirectory
 from janus_server.transfer.serving import MOST_LINKS, PeerServer
 
@@ -99,7 +100,7 @@ def test_a_pull_puts_every_run_where_it_belongs_and_nothing_else(pages: tuple[in
     around = np.full(size + 128, 9, np.uint8)
     rate = cut.draw(st.sampled_from([None, 1e9, 1e5 * 8]))
     pace = Pace(lambda done: None, lambda: True, lambda: rate)
-    plane.pull(handle, _pieces(granted, size), around[64 : 64 + size], pace)
+    plane.pull(handle, pieces_of(granted, size), around[64 : 64 + size], pace)
     expected = np.concatenate([memory.slab[p * 4096 : (p + 1) * 4096] for p in pages])[:size]
     assert np.array_equal(around[64 : 64 + size], expected)
     assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {9}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server import cli
+from janus_server import cli_admin
 from janus_server.api.admin import (
     WISHES,
     KvUse,
@@ -181,4 +181,4 @@ def test_columns_are_aligned() -> None:
 
 
 def test_the_command_knows_what_the_server_takes() -> None:
-    assert cli._MODEL_ACTIONS == (models.LIST, *(wish.value for wish in WISHES))
+    assert cli_admin._MODEL_ACTIONS == (models.LIST, *(wish.value for wish in WISHES))

@@ -34,7 +34,7 @@ def test_without_a_command_the_help_teaches(capsys: pytest.CaptureFixture[str]) 
     assert all(word in shown for word in ("janus serve", "janus chat", "janus doctor", "bench"))
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "models", "memory", "doctor", "bench", "version"])
+@pytest.mark.parametrize("command", ["serve", "chat", "models", "memory", "drain", "doctor", "bench", "version"])
 def test_each_command_has_help_with_exit_code_zero(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])

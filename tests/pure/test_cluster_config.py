@@ -43,9 +43,12 @@ def test_what_is_said_is_said_of_each_and_must_fit_for_all(model: str) -> None:
     ("flags", "sentence"),
     [
         ({"nodes": "0"}, "a number of nodes between 1 and 64"),
+        ({"nodes": "-1"}, "'-1' is not a number of nodes between 1 and 64"),
         ({"nodes": "2", "node": "n1"}, "names its nodes itself"),
         ({"join": ""}, "neither a run directory nor"),
-        ({"cluster_secret": "x"}, "give --join WHERE"),
+        ({"cluster_secret": "x"}, "--cluster-secret is for a server that is part of a cluster"),
+        ({"peer_host": "10.0.0.1"}, "--peer-host is for a server that is part of a cluster"),
+        ({"domain": "rack"}, "--domain is for .* give --nodes N or --join WHERE"),
         ({"join": "/tmp/x", "peer_keyfile": "x"}, "go together"),
     ],
 )

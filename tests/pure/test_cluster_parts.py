@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from janus_server.cluster.files import Files
@@ -80,11 +81,34 @@ def known(checkpoint: str, model: str = "m") -> KnownModel:
 def test_one_name_means_one_checkpoint() -> None:
     files = Files()
     assert files.joined("n0", [known("1")]) is None
-    assert files.joined("n1", [known("1"), known("7", "x")]) is None
+    assert files.joined("n1", [known("1")]) is None
     assert (
         files.joined("n2", [known("2")]) == "node n2 has other files of m than node n0: give one of them another name"
     )
-    assert files.joined("n2", [known("2", "y"), known("8", "x")]) is not None
+    assert files.joined("n2", [known("")]) is None  # a digest that is not known is like any
     files.left("n1")
-    assert files.joined("n2", [known("8", "x")]) is None
-    assert files.joined("n0", [known("3")]) is None  # it was started anew, and nobody else has that model
+    files.left("n2")
+    assert files.joined("n0", [known("3")]) is None  # it was started anew, and nobody else is there
+
+
+def test_nodes_of_one_cluster_have_the_same_models() -> None:
+    files = Files()
+    assert files.joined("n0", [known("1"), known("7", "x")]) is None
+    same = "nodes of one cluster are given the same models"
+    assert files.joined("n1", [known("1")]) == f"node n1 lacks x, which node n0 has: {same}"
+    assert files.joined("n1", []) == f"node n1 lacks m, x, which node n0 has: {same}"
+    three = [known("1"), known("7", "x"), known("8", "y")]
+    assert files.joined("n1", three) == f"node n1 has y, which node n0 lacks: {same}"
+    assert files.joined("n1", three[:2]) is None  # what was refused left nothing behind
+
+
+def test_what_one_node_takes_every_other_has_room_for() -> None:
+    def long(tokens: int) -> list[KnownModel]:
+        return [msgspec.structs.replace(known("1"), context_tokens=tokens)]
+
+    files = Files()
+    assert files.joined("n0", long(512)) is None
+    trouble = files.joined("n1", long(300))
+    assert trouble is not None and trouble.startswith("node n1 has sequences of 300 tokens of m and node n0 of 512")
+    assert trouble.endswith("--max-model-len 300")
+    assert files.joined("n1", long(512)) is None

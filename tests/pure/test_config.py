@@ -156,7 +156,7 @@ def test_every_setting_fills_one_field_and_every_field_has_a_setting() -> None:
         ("dtype=bf16", "auto, float32, bfloat16"),
         ("kernels=gpu", "auto, cpu, torch_ref"),
         ("threads=0", "between 1 and"),
-        ("max_num_seqs=-1", "whole number"),
+        ("max_num_seqs=-1", "between 1 and 4096"),
         ("max_model_len=0", "between 1 and"),
         ("prefix_cache=maybe", "true or false"),
         ("shutdown_timeout=soon", "a duration such as"),

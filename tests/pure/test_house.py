@@ -33,7 +33,10 @@ PURE = (
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
     "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
     "coordinator/records.py", "coordinator/lease.py",
-    "cluster/tickets.py", "cluster/tally.py", "cluster/windows.py", "cluster/files.py", "cluster/said.py",
+    "cluster/tickets.py", "cluster/tally.py", "cluster/windows.py", "cluster/files.py",
+    "cluster/prefixes.py",
+    "cluster/prices.py",
+    "cluster/said.py", "cluster/sight.py", "cluster/decisions.py", "terminal/course.py",
     "wire/trouble.py", "wire/frames.py", "wire/pieces.py", "wire/items.py", "wire/handshake.py", "wire/doorman.py",
     "wire/pulse.py", "wire/credits.py", "wire/post.py",
 )  # fmt: skip
@@ -50,11 +53,13 @@ SPEAKS = frozenset(
         "cli.py",
         "serve.py",
         "terminal/chat.py",
+        "terminal/dashboard.py",
         "terminal/doctor.py",
         "terminal/memory.py",
         "terminal/models.py",
         "terminal/progress.py",
         "terminal/replay.py",
+        "terminal/status.py",
         "kernels/build.py",
     }
 )

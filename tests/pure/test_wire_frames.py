@@ -53,6 +53,8 @@ REAL = (
     Tell(9, 2, (orders.Report("a", {"m": orders.Busy(1, 2, 0.0)}), orders.Traffic(started=("x",)))),
     Give(2, 1, 1.5, 7, orders.Order(2, 1, "a", "m", orders.Verb.FORK, "why", "b")), Ack(2, 1, Outcome.APPLIED),
     frames.Resume((frames.Place(1, 2, 3),)), frames.Broken(1, Trouble.SLOW),
+    frames.Ask(1, 2, orders.Asked("m", orders.Wish.LOAD, None, "a")), frames.Ask(2, 0, frames.Look()),
+    frames.Reply(1, orders.Answer("m", True, "why")), frames.Reply(2, frames.Sight(b"{}")), frames.Reply(3, None),
 )  # fmt: skip
 
 
@@ -113,8 +115,10 @@ def test_seconds_are_numbers_that_could_be(number: float) -> None:
 
 
 def test_every_event_that_a_leader_hears_travels_but_those_it_makes_itself() -> None:
-    told = set(frames.Told.__args__)
-    assert set(orders.Event.__args__) - told == {orders.Left, orders.Tick, orders.Fitted}
+    """A wish is asked, since who put it waits for the answer."""
+    told, wished = set(frames.Told.__args__), set(orders.Wished.__args__)
+    assert set(orders.Event.__args__) - told == {orders.Left, orders.Tick, orders.Fitted, *wished}
+    assert set(frames.Question.__args__) == {frames.Look, *wished}
     assert told <= set(orders.Event.__args__)
     given = set(frames.Given.__args__) - {frames.Table}
     assert set(orders.Action.__args__) - given == {orders.Refit, orders.Decided}

@@ -1,0 +1,71 @@
+"""The routes of who runs the nodes of a cluster: to empty one so that it can be stopped, and to use it again.
+
+Any node takes them, and the leader answers. Like the wishes for models they are answered at once: how far it is stands
+in /admin/cluster, and asking again does no harm.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from janus_server.api.admin import AdminError, AdminErrorDetails
+from janus_server.api.nodes import NodeDuty
+from janus_server.api.openapi import About, Access
+from janus_server.duty import Assigned, Duty
+from janus_server.errors import Refused
+from janus_server.http.edge import CODE
+from janus_server.http.routes import Routes
+from janus_server.http.service import Service, not_ready
+
+_TRUTHS = {"1": True, "true": True, "0": False, "false": False}
+
+
+class Nodes:
+    """The handlers under /admin/nodes."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """409 where only this node serves a model that no other one has room for, unless it is forced."""
+        force = _TRUTHS.get(request.query.get("force", "0").lower())
+        if force is None:
+            raise Refused("force must be true or false", param="force", code="invalid_value")
+        return await self._assign(request, Duty.FORCE if force else Duty.DRAIN)
+
+    async def serve(self, request: web.Request) -> web.Response:
+        return await self._assign(request, Duty.SERVE)
+
+    async def _assign(self, request: web.Request, duty: Duty) -> web.Response:
+        operator = self._service.node.operator
+        if operator is None:
+            raise not_ready("the models are not known yet")
+        node = request.match_info["node"]
+        answer = await operator.ask_leader(Assigned(node, duty))
+        if answer.accepted:
+            return _json(NodeDuty(node=node, duty=duty.value, why=answer.why))
+        request[CODE] = "conflict"
+        details = AdminErrorDetails(message=answer.why, type="invalid_request_error", param=None, code="conflict")
+        response = _json(AdminError(error=details), 409)
+        response.headers["x-should-retry"] = "false"
+        return response
+
+
+def add_nodes(routes: Routes, handlers: Nodes) -> None:
+    routes.add_post("/admin/nodes/{node}/drain", handlers.drain, About(
+        tag="admin", summary="Empty a node, so that it can be stopped",
+        details="What only it serves is brought up on other nodes first; then it takes no new requests, finishes those "
+        "that it has and lets go of its models. 409 with the models' names where no other node has room for them. "
+        "/admin/cluster shows how far it is; asking twice does no harm",
+        query=(("force", "true: what no other node has room for goes too"),),
+        answer=NodeDuty, error=AdminError, statuses=(409,), access=Access.ADMIN,
+    ))  # fmt: skip
+    routes.add_post("/admin/nodes/{node}/serve", handlers.serve, About(
+        tag="admin", summary="Use a node again that was emptied, or is being so",
+        answer=NodeDuty, error=AdminError, statuses=(409,), access=Access.ADMIN,
+    ))  # fmt: skip
+
+
+def _json(value: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

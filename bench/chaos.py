@@ -43,7 +43,7 @@ FLAGS: Final = ("--memory", "16MiB", "--page-size", "64KiB", "--host-memory", "1
                 "--threads", "1")  # fmt: skip
 _PLAIN_S: Final = 5.0
 _HEAD: Final = ("fault", "next leader decided", "own requests", "right", "error", "elsewhere", "right", "wrong",
-                "slowest there")  # fmt: skip
+                "slowest there", "went on elsewhere")  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,8 +89,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=count, default=3, metavar="N", help="of the cluster")
     parser.add_argument("--model", type=Path, action="append", default=[], metavar="PATH",
                         help="serve this one (may come twice) instead of two tiny random ones")  # fmt: skip
-    parser.add_argument("--rate", type=above_zero, default=4.0, metavar="RPS", help="requests a second on each node")
-    parser.add_argument("--tokens", type=count, default=120, metavar="N", help="of each answer")
+    parser.add_argument("--rate", type=above_zero, default=2.0, metavar="RPS", help="requests a second on each node")
+    parser.add_argument("--tokens", type=count, default=240, metavar="N", help="of each answer")
     parser.add_argument("--settle", type=above_zero, default=3.0, metavar="S", help="how long a fault lasts that has "
                         "no time of its own")  # fmt: skip
     parser.add_argument("--scale", type=above_zero, default=1.0, metavar="X", help="shorten what lasts")
@@ -170,14 +170,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     after = "-" if row.recovered_s is None else f"{row.recovered_s:.2f} s"
     mine = (str(own.begun), str(own.right), str(own.not_right)) if row.lost else ("-", "-", "-")
     return (row.fault.what, after, *mine, str(other.begun), str(other.right), str(other.not_right),
-            f"{other.slowest_s:.2f} s")  # fmt: skip
+            f"{other.slowest_s:.2f} s", str(row.moved))  # fmt: skip
 
 
 def figures(found: Sequence[Found]) -> list[dict[str, Any]]:
     return [
         {"fault": row.fault.name, "skipped": row.skipped, "recovered_s": row.recovered_s, "own": row.own.begun,
          "own_right": row.own.right, "elsewhere": row.elsewhere.begun, "elsewhere_right": row.elsewhere.right,
-         "slowest_elsewhere_s": row.elsewhere.slowest_s, "held": row.held, "trouble": row.trouble,
+         "slowest_elsewhere_s": row.elsewhere.slowest_s, "moved": row.moved, "held": row.held, "trouble": row.trouble,
          "terms": len(one.terms), "journals": one.troubles}
         for one in found
         for row in one.rows

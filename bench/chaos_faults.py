@@ -28,6 +28,7 @@ class Fault:
 
 async def kill_leader(scene: Scene) -> None:
     leader = scene.nodes.leader
+    await scene.busy(leader)
     scene.strike(f"kill -9 of the leader, {leader}", [leader])
     scene.nodes[leader].kill()
     await scene.elected()
@@ -47,6 +48,8 @@ async def kill_front(scene: Scene) -> None:
 
 async def _kill_follower(scene: Scene, *, busiest: bool) -> None:
     lost = (max if busiest else min)(scene.nodes.followers, key=scene.running)
+    if busiest:
+        await scene.busy(lost)
     scene.strike(f"kill -9 of {lost}, which {'runs most' if busiest else 'runs least'}", [lost])
     scene.nodes[lost].kill()
     await scene.serves(scene.others(lost))
@@ -57,6 +60,7 @@ async def _kill_follower(scene: Scene, *, busiest: bool) -> None:
 def stop_leader(for_s: float) -> Callable[[Scene], Awaitable[None]]:
     async def do(scene: Scene) -> None:
         leader = scene.nodes.leader
+        await scene.busy(leader)
         scene.strike(f"SIGSTOP of the leader, {leader}, for {for_s:g} s", [leader])
         scene.nodes[leader].send(signal.SIGSTOP)
         try:
@@ -108,6 +112,7 @@ def cut_off(whom: str, for_s: float) -> Callable[[Scene], Awaitable[None]]:
             return
         name = max(nodes.followers, key=scene.running) if whom == "follower" else nodes.leader
         alone = whom == "leader from etcd"
+        await scene.busy(name)
         scene.strike(f"{name} is cut off" + (" from etcd" if alone else " from all others"), [] if alone else [name])
         net.cut_off(name, ["etcd"] if alone else scene.hosts)
         try:

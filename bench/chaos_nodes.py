@@ -21,6 +21,7 @@ from typing import Any, Final
 
 _READY: Final = re.compile(r"Janus is ready on (\S+)")
 _LEADS: Final = re.compile(r"(\S+) leads, in term (\d+)")
+_MOVED: Final = "goes on elsewhere"
 _PR_SET_PDEATHSIG: Final = 1
 _STOP_S: Final = 60.0
 WAIT_S: Final = 60.0
@@ -134,6 +135,11 @@ class Nodes:
                 if match := _LEADS.search(line.text):
                     found[int(match[2])] = match[1], line.at_s
         return found
+
+    def moved(self, since_s: float) -> int:
+        """How many requests went on, on another node, from what they had said."""
+        lines = [line for node in self.all.values() for line in list(node.lines) if line.at_s >= since_s]
+        return sum(_MOVED in line.text for line in lines)
 
     @property
     def term(self) -> int:

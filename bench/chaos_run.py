@@ -23,6 +23,7 @@ from .chaos_scene import LEAD_IN_S, Scene, Strike
 class Row:
     """One fault. lost are the nodes whose own clients it could hit, own their tally, elsewhere that of all others.
 
+    moved: requests that went on, on another node, from what they had said.
     recovered_s: from the strike to the first decision of whoever led next; None where nobody had to be elected.
     trouble: what did not happen that should have. skipped: why it could not be struck here.
     """
@@ -31,6 +32,7 @@ class Row:
     lost: tuple[str, ...] = ()
     own: Tally = dataclasses.field(default_factory=Tally)
     elsewhere: Tally = dataclasses.field(default_factory=Tally)
+    moved: int = 0
     recovered_s: float | None = None
     strikes: tuple[Strike, ...] = ()
     last_term: int = 0
@@ -62,8 +64,8 @@ class Found:
 class Pace:
     """rate is of requests a second on each node. settle_s: how long it lasts where nothing else says."""
 
-    rate: float = 4.0
-    tokens: int = 120
+    rate: float = 2.0
+    tokens: int = 240
     settle_s: float = 3.0
     seed: int = 0
 
@@ -132,6 +134,8 @@ async def _one(fault: Fault, place: Place, load: Load, pace: Pace, watch: Callab
     finally:
         tallies = await load.end()
         watching.cancel()
+    if scene.strikes:
+        row.moved = place.nodes.moved(scene.strikes[0].at_s)
     row.strikes, row.last_term = tuple(scene.strikes), place.nodes.term
     lost = {name for strike in scene.strikes for name in strike.lost}
     row.lost = tuple(sorted(lost))

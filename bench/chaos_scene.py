@@ -20,6 +20,7 @@ from .chaos_nodes import Nodes
 
 # A node that was gone or stopped takes part again when so many of its clients' requests ended as they should.
 _AGAIN: Final = 3
+_BUSY, _BUSY_S = 2, 3.0
 LEAD_IN_S: Final = 1.0
 _BLOCK_BYTES: Final = 4096
 
@@ -63,6 +64,12 @@ class Scene:
         """Somebody leads who did not when it was struck."""
         term = self.strikes[-1].term
         await self.nodes.until(lambda: self.nodes.term > term, "a new leader is elected")
+
+    async def busy(self, name: str) -> None:
+        """Requests run on the node, unless it takes long: what is struck then has something to lose."""
+        until_s = time.monotonic() + _BUSY_S
+        while time.monotonic() < until_s and await asyncio.to_thread(self.running, name) < _BUSY:
+            await asyncio.sleep(0.02)
 
     async def serves(self, nodes: Collection[str] | None = None) -> None:
         """Requests of all these nodes' clients (of all nodes: by default) end as they should, from now on."""

@@ -49,14 +49,16 @@ async def main(size: int, run_dir: Path, secret: str, tls: TlsFiles | None) -> N
     near = PeerServer(peering, memory, grants, pages.offers)
     doors = [door(peering, pages, secret, files) for files in ([None] if tls is None else [None, tls])]
     fd = memory.read_only()
+
+    def send_slab(connection: socket.socket, at: int, count: int) -> None:
+        connection.sendall(memory.slab[at : at + count].data)
+
     print(
         json.dumps({
             "pid": os.getpid(), "fd": fd, "doors": [endpoint for _, endpoint in doors],
             "bare": bare(lambda connection, at, count: send_file(connection, fd, at, count)),
             "hot": bare(send_hot),
-            "sealed": None if tls is None else bare(
-                lambda connection, at, count: connection.sendall(memory.slab[at : at + count].data), answering_context(tls)
-            ),
+            "sealed": None if tls is None else bare(send_slab, answering_context(tls)),
         }),
         flush=True,
     )  # fmt: skip

@@ -25,23 +25,26 @@ class Calibration:
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
         self._cost = StepCost(int(shape.weight_bytes))
-        self._prompt_steps = 0
+        self._prompt_steps = self._prompt_tokens = 0
 
     def step(self, rows: int, prompt_tokens: int, took_s: float) -> None:
         """A step with so many sequences that drew a token, and so many tokens of prompts beside."""
         self._cost.observe(Shape(decodes=rows, prompt_tokens=prompt_tokens), took_s)
-        self._prompt_steps += prompt_tokens >= _PROMPT_TOKENS
+        if prompt_tokens >= _PROMPT_TOKENS:
+            self._prompt_steps += 1
+            self._prompt_tokens += prompt_tokens
 
     def device(self, memory_bytes: float) -> DeviceShape | None:
         """The device as this model sees it, with so much memory for weights and KV; None while too little is known.
 
-        Its bandwidth is that at which a step of one row is as long as it was, its FLOPs those at which a prompt's token
-        is: nothing else of a step is told apart, and all of it is reached.
+        Its bandwidth is that at which a step of one row is as long as it was, its FLOPs those at which one with a prompt
+        of the usual length is: reading and arithmetic overlap in the roofline, so that all of such a step is arithmetic.
+        Nothing else of a step is told apart, and all of it is reached.
         """
         if self._cost.observed < STEPS or self._prompt_steps < PROMPT_STEPS:
             return None
-        one_s, fixed_s = self._cost.seconds(Shape(decodes=1)), self._cost.fixed_s
-        token_s = max(self._cost.seconds(Shape(prompt_tokens=1)) - fixed_s, one_s * _LEAST_PART)
+        one_s, usual = self._cost.seconds(Shape(decodes=1)), self._prompt_tokens // self._prompt_steps
+        token_s = max(self._cost.seconds(Shape(prompt_tokens=usual)) / usual, one_s * _LEAST_PART)
         bytes_s = self._shape.weight_bytes / max(one_s, 1e-7)
         return DeviceShape(
             name="this machine", flops=2.0 * self._shape.active_parameters / token_s, memory_bytes=memory_bytes,

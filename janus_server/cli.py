@@ -305,9 +305,7 @@ def _replay_parser(kinds: Any) -> _Parser:
     parser: _Parser = kinds.add_parser(
         "replay", help="decide again what a journal tells of, and compare", epilog=_REPLAY_EXAMPLES
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a journal, as janus serve --journal FILE writes it; of a cluster, many"
-    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="journals, as janus serve --journal FILE writes them")
     parser.add_argument("--sentences", action="store_true", help="print each decision's sentence first")
     return parser
 

@@ -77,8 +77,7 @@ class Follower:
             models = tuple(msgspec.structs.replace(one, preload=False) for one in models)
         self._known = True
         told: list[Told] = [
-            Joined(self._node, self._pool_pages, self._host_bytes, models, host=self._host, domain=self._domain,
-                   duty=self._duty)  # fmt: skip
+            Joined(self._node, self._pool_pages, self._host_bytes, models, {}, self._host, self._domain, self._duty)
         ]
         for name, resident in self._lifecycle.residents.items():
             if self._lifecycle.has_copy(name):  # no other event says that the host holds one

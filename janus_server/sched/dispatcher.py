@@ -265,6 +265,11 @@ class Dispatcher:
         machines[machine] = Machine(machine, backlog.start_s(now))
         return Given(ticket, machine, ticket.work_s - work_s)
 
+    def pending(self, machine: str) -> int:
+        """How many prompts lie before a device."""
+        backlog = self._backlogs.get(machine)
+        return 0 if backlog is None else len(backlog)
+
     def cached(self, ticket: Ticket, nodes: Sequence[str]) -> dict[str, int]:
         """How many tokens of its prompt are cached on those nodes that have any."""
         return self._shortcuts.holders.cached(ticket.prefix, nodes)

@@ -101,8 +101,8 @@ class Footing:
                 if self._torn(model, nodes)]  # fmt: skip
 
     def cluster(self, backlog_s: Callable[[str], float], reserve_pages: int) -> Cluster:
-        """All of it, as of now, but for nodes that are to be emptied and what is on them. reserve_pages of each node are
-        not for replicas.
+        """All of it, as of now, but for nodes that are to be emptied and what is on them. reserve_pages of each node
+        are not for replicas.
         """
         if reserve_pages != self._reserve_pages:
             self._reserve_pages = reserve_pages

@@ -61,7 +61,7 @@ class Room:
         return Standing(belief.pinned, belief.draining, belief.goal, belief.load_s, belief.wake_s)
 
     def missing_pages(self, model: str, going: Collection[Belief] = ()) -> int:
-        """Pages that must come free, beside those of `going`, before the model can be brought up; 0 or less: it fits."""
+        """Pages that must come free, beside those of `going`, before the model can be brought up; 0 or less: none."""
         belief = self.models[model]
         holders = [b for b in self.models.values() if b.holds_pages and b is not belief and b not in going]
         return pages_needed([*holders, belief]) - self.pool_pages

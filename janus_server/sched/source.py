@@ -8,6 +8,7 @@ has arrived feeds others: a burst of replicas spreads as a tree instead of queue
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -107,7 +108,7 @@ def spread(
 ) -> list[Copy]:
     """For many replicas that are wanted at once, in their order: each takes what is best for it when its turn comes.
 
-    A near holder that feeds nobody, the busiest of them; where there is none, whatever ends first, which may be to wait
+    A near holder that feeds nobody, the busiest of them, unless even the checkpoint is quicker; where there is none, whatever ends first, which may be to wait
     for a holder that feeds another, or for a replica that is still arriving.
 
     Example: one holder near, no host copies, a copy takes 1 s and the disk 10 s. Of three replicas the first is copied
@@ -137,7 +138,9 @@ class _Tree:
     def grow(self, devices: tuple[str, ...]) -> Copy:
         options = [self._from(feeder, since_s, devices) for feeder, since_s in self.feeders]
         options += [self._from_host(origin, devices) for origin in _HOST_TIER if self._has(origin, devices)]
-        near = [option for option in options if option.begin_s == 0.0 and option.origin is Origin.NEAR]
+        # A link that is slower than the checkpoint is no short cut.
+        quick_s = max((option.end_s for option in options if option.source is None), default=math.inf)
+        near = [o for o in options if o.begin_s == 0.0 and o.origin is Origin.NEAR and o.end_s <= quick_s]
         best = min(near, key=_rank) if near else min(options, key=lambda option: (option.end_s, _rank(option)))
         self._begin(best)
         return best

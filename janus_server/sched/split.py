@@ -33,8 +33,8 @@ class SplitSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stand(NamedTuple):
-    """A node as it stands now: requests that run or wait there, prompts that it is to compute, and how many tokens of
-    the one in question it has cached."""
+    """A node as it stands now: requests that run there beyond those whose prompts it has to compute, what those take,
+    and how many tokens of the prompt in question it has cached."""
 
     node: str
     busy: int
@@ -48,7 +48,7 @@ def aid(
     """Who helps `here` with a prompt; None where it is best left alone.
 
     Example: 4,000 tokens take 2 s and are 100 MB of keys and values. Here 12 requests run; another node that runs none
-    computes them, and 0.11 s of copying is little beside that. Where the other runs one request, nobody helps.
+    computes them, and 0.11 s of copying is little beside that. Where the other decodes for one request, nobody helps.
     """
     if settings.choice is Split.OFF or not others:
         return None
@@ -64,7 +64,8 @@ def aid(
         return None
     if not _pays(settings, lacking, token_bytes, _work_s(ticket, lacking)):
         return None
-    resting = [one for one in others if not one.busy and one.backlog_s <= here.backlog_s]
+    longest_s = here.backlog_s + _work_s(ticket, lacking)  # to wait for it no longer than it would wait there
+    resting = [one for one in others if not one.busy and one.backlog_s <= longest_s]
     first = min(resting, key=lambda one: (one.backlog_s, -one.cached_tokens, one.node), default=here)
     return None if first is here else Helper(first.node, ticket.prompt_tokens)
 
@@ -108,5 +109,5 @@ class Splits:
         return helper
 
     def _stand(self, node: str, cached_tokens: int, now: float) -> Stand:
-        busy = sum(belief.busy for belief in self._rooms[node].models.values())
-        return Stand(node, busy, self._dispatcher.backlog_s(node, now), cached_tokens)
+        busy = sum(belief.busy for belief in self._rooms[node].models.values()) - self._dispatcher.pending(node)
+        return Stand(node, max(0, busy), self._dispatcher.backlog_s(node, now), cached_tokens)

@@ -115,7 +115,7 @@ class Grants:
         """The grant of that id, where that process may use it now."""
         with self._lock:
             given = self._open.get(id)
-            if given is None or time.monotonic() >= given.grant.expires_s:
+            if given is None or time.monotonic() >= given.grant.expires_s or not given.still():
                 return Denial.NO_GRANT
             mine = (given.grant.peer, given.grant.incarnation) == (peer, incarnation)
             return given if mine else Denial.NO_GRANT

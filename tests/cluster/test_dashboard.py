@@ -433,7 +433,9 @@ async def test_a_node_is_emptied_and_used_again(cluster: Cluster, browser: Brows
     url = cluster.urls["n0"]
     key = key_of(url, cluster.runtime)
     await live(browser, url, key)
-    serving = str(await browser.until("(document.querySelector('tbody[data-model=a] .place.served') || {}).textContent"))
+    serving = str(
+        await browser.until("(document.querySelector('tbody[data-model=a] .place.served') || {}).textContent")
+    )
     card, badge = f"article[aria-label={serving}]", f"document.querySelector('article[aria-label={serving}] .badge')"
     await browser.click(f"{card} header button", "Drain")
     await browser.click("#confirm-yes")

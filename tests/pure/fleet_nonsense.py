@@ -7,6 +7,7 @@ import random
 
 from test_foresight import SUBJECT
 
+from janus_server.duty import Assigned, Duty
 from janus_server.orders import (
     Asked,
     Busy,
@@ -50,11 +51,11 @@ class Nonsense:
         node, model = rng.choice(self.nodes), rng.choice([*self.models, f"ghost{rng.randint(0, 99)}"])
         models = [*self.models, model]
         stage, copy, order = rng.choice(list(Stage)), rng.random() < 0.5, rng.choice([*self.orders, -7, 10**9])
-        match rng.randint(0, 15):
+        match rng.randint(0, 16):
             case 0:
                 catalogue = tuple(self._known(name) for name in self.models if rng.random() < 0.8)
                 return Joined(node, rng.choice((-1, 0, 1, 30, 60, 100)), rng.choice((0, 100, 1000)), catalogue, {},
-                              rng.choice("hk"), rng.choice("de"))  # fmt: skip
+                              rng.choice("hk"), rng.choice("de"), rng.choice(list(Duty)))  # fmt: skip
             case 1:
                 return Left(rng.choice([node, "nobody", "nobody"]))
             case 2:
@@ -83,6 +84,8 @@ class Nonsense:
             case 14:
                 counts = [Counts(self._count(), self._count(), self._count(), self._count()) for _ in models]
                 return Counted(dict(zip(models, counts, strict=True)))
+            case 15:
+                return Assigned(rng.choice([node, "nobody"]), rng.choice(list(Duty)))
             case _:
                 return Tick()
 

@@ -119,3 +119,10 @@ def test_no_holder_feeds_two_at_once_and_nobody_reads_what_has_not_arrived(
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     # Doubling: never worse than one after the other from the best single source.
     assert max(copy.end_s for copy in made) <= 10.0 * wanted
+
+
+def test_a_link_that_is_slower_than_the_checkpoint_is_not_taken() -> None:
+    cluster = Cluster(devices=(device("a"), device("b")), replicas=(holder("a"),))
+    assert choose(CHAT, ("b",), cluster, SIMPLE).origin is Origin.NEAR
+    slow = Links(near=Link(0.0, 6e9), far=Link(0.0, 1e9), disk=SIMPLE.disk)
+    assert choose(CHAT, ("b",), cluster, slow).origin is Origin.DISK

@@ -54,7 +54,8 @@ def test_an_idle_node_computes_for_one_that_is_busy() -> None:
     assert aid(AUTO, ticket(), TOKEN_BYTES, here._replace(busy=0), (busy, idle)) is None
     assert aid(AUTO, ticket(work_s=0.05), TOKEN_BYTES, here, (busy, idle)) is None
     assert aid(AUTO, ticket(), 100 * TOKEN_BYTES, here, (busy, idle)) is None
-    assert aid(AUTO, ticket(), TOKEN_BYTES, here, (idle._replace(backlog_s=0.5),)) is None
+    assert aid(AUTO, ticket(), TOKEN_BYTES, here, (idle._replace(backlog_s=1.9),)) == Helper("n1", 4000)
+    assert aid(AUTO, ticket(), TOKEN_BYTES, here, (idle._replace(backlog_s=2.1),)) is None
     assert aid(SplitSettings(), ticket(), TOKEN_BYTES, here, (busy, idle)) is None
 
 
@@ -84,7 +85,7 @@ def test_help_saves_more_than_it_costs_and_disturbs_nobody(found: list[Stand], w
         (one,) = [other for other in others if other.node == helper.node]
         moved = (one.cached_tokens if helper.cached else 4000) - here.cached_tokens
         assert 4 * (settings.fixed_s + moved * TOKEN_BYTES / settings.bytes_per_s) <= work_s * moved / 4000
-        assert helper.cached or (here.busy and not one.busy and one.backlog_s <= here.backlog_s)
+        assert helper.cached or (here.busy and not one.busy and one.backlog_s <= here.backlog_s + work_s)
 
 
 def test_the_brain_names_a_helper_and_lays_the_work_on_it() -> None:
@@ -112,16 +113,18 @@ def test_the_brain_names_a_helper_and_lays_the_work_on_it() -> None:
     first = begin("a", now)
     assert first.helper == Helper("n2", 4000) and first.node != "n2" and "prompts from n2" in first.why
     assert backlog_s(now) == {"n0": 0.0, "n1": 0.0, "n2": 2.0}
-    second = begin("b", now + 0.01)  # what would help has enough to do
-    assert second.helper is None and second.node != "n2"
-    assert backlog_s(now + 0.01) == {"n0": 0.0, "n1": 0.0, "n2": 1.99, second.node: 2.0}
-    brain.on(Traffic(started=("a", "b")), now + 1)
+    second = begin("b", now + 0.01)  # it is busy with a prompt alone
+    assert second.helper == Helper("n2", 4000) and second.node != "n2"
+    assert backlog_s(now + 0.01) == {"n0": 0.0, "n1": 0.0, "n2": 3.99}
+    third = begin("c", now + 0.02)  # now it has enough to do
+    assert third.helper is None and third.node != "n2"
+    assert backlog_s(now + 0.02) == {"n0": 0.0, "n1": 0.0, "n2": 3.98, third.node: 2.0}
+    brain.on(Traffic(started=("a", "b", "c")), now + 1)
     assert backlog_s(now + 1) == dict.fromkeys(nodes, 0.0)
     brain.on(Report("n2", {"m": Busy(0, 0, 0.0)}), now + 1)
-    third = begin("c", now + 1.1)
-    assert third.helper is not None
+    assert begin("d", now + 1.1).helper is not None
     brain.on(Left("n2"), now + 1.2)
-    brain.on(Traffic(left=("c",)), now + 1.2)
+    brain.on(Traffic(left=("d",)), now + 1.2)
     assert backlog_s(now + 1.2) == dict.fromkeys(nodes, 0.0)
 
 

@@ -15,7 +15,7 @@ from janus_server.orders import Lost, Observed, Order, Stage, Verb
 from janus_server.sched import oracle_records
 from janus_server.sched.oracle_records import Observation
 from janus_server.sched.roofline import Work, physics_of, step
-from janus_server.sched.shapes import ModelShape
+from janus_server.sched.shapes import DeviceShape, ModelShape
 from janus_server.telemetry import Measured, Pool, Telemetry, strictest
 from janus_server.types import BatcherStats, Owner, PageKind, Promise, Request
 
@@ -182,7 +182,24 @@ def test_the_device_is_as_fast_as_its_steps_say() -> None:
     assert device is not None
     physics = physics_of(SHAPE, device, 1)
     assert float(step(physics, Work(1, 0, 0)).seconds) == pytest.approx(0.010, rel=0.1)
-    assert float(step(physics, Work(256, 0, 0)).seconds) == pytest.approx(0.128, rel=0.1)
+    assert float(step(physics, Work(64, 0, 0)).seconds) == pytest.approx(0.041, rel=0.1)
+    assert float(step(physics, Work(256, 0, 0)).seconds) == pytest.approx(0.137, rel=0.25)
+
+
+def test_of_a_device_that_overlaps_reading_and_arithmetic_the_truth_is_found() -> None:
+    """What a prompt adds to a step is less than what it takes alone: a part of it is hidden behind reading."""
+    true = DeviceShape(name="d", flops=1e12, memory_bytes=1e9, bandwidth_bytes_s=5e9, link_bytes_s=1e9, step_s=1e-3)
+    known = physics_of(SHAPE, true, 1)
+    calibration = Calibration(SHAPE)
+    for i in range(STEPS):
+        rows, prompt = 1 + i % 8, 300 if i % 5 == 0 else 0
+        calibration.step(rows, prompt, float(step(known, Work(rows + prompt, 0, 0)).seconds))
+    device = calibration.device(1e9)
+    assert device is not None
+    physics = physics_of(SHAPE, device, 1)
+    for tokens in (1, 200, 300, 500):
+        there = float(step(known, Work(tokens, 0, 0)).seconds)
+        assert float(step(physics, Work(tokens, 0, 0)).seconds) == pytest.approx(there, rel=0.15)
 
 
 def test_steps_without_prompts_do_not_calibrate() -> None:
@@ -196,16 +213,16 @@ def test_steps_without_prompts_do_not_calibrate() -> None:
 
 
 def test_shares_of_the_device_are_its_work_over_what_it_reaches() -> None:
-    """1000 steps that read 100 MB at 10 GB/s are 10 s; 4500 drawn and 12 800 prompt tokens of 0.2 GFLOPs at 0.4 TFLOP/s
-    are 8.6 s. They took 19.9 s of 30, all of them short of bandwidth."""
+    """1000 steps that read 100 MB at 10 GB/s are 10 s; 4500 drawn and 12 800 prompt tokens of 0.2 GFLOPs at 0.31
+    TFLOP/s are 11.1 s. They took 19.9 s of 30, all of them short of arithmetic."""
     fed = calibrated()
     fed.requests(20)
     for i in range(1000):
         fed.step(1 + i % 8, 64 if i % 5 == 0 else 0)
     seen = fed.seen()
     assert seen.bandwidth is not None and seen.compute is not None
-    assert seen.bandwidth == pytest.approx(19.9 / 30.0, rel=0.01)
-    assert seen.compute / seen.bandwidth == pytest.approx(0.86, rel=0.15)
+    assert seen.compute == pytest.approx(19.9 / 30.0, rel=0.01)
+    assert seen.bandwidth / seen.compute == pytest.approx(0.9, rel=0.15)
     # 8 rows at most of 150 tokens, ten pages each: not the 500 that the prefix cache has.
     assert seen.hbm == pytest.approx((WEIGHT_PAGES + 80) / 1000)
     busy = fed.telemetry.busy_share("m")

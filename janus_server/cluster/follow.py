@@ -53,6 +53,7 @@ class Follower:
         self._known = False
         self._withdrawn = False
         self._duty = Duty.SERVE
+        self._pinned: dict[str, bool] = {}
         self._subjects: dict[str, Subject] = {}
         self._said: dict[str, float] | None = None  # since when each model rests
 
@@ -65,6 +66,10 @@ class Follower:
         """What an operator has the node do, as the leader says: the next one is told."""
         self._duty = duty
 
+    def pinned(self, model: str, pinned: bool) -> None:
+        """An operator pinned it here, or let it go again, and the leader took it: the next one is told."""
+        self._pinned[model] = pinned
+
     def introduction(self) -> list[Told]:
         """What a leader that knows nothing is told of this node.
 
@@ -72,9 +77,12 @@ class Follower:
         """
         if self._withdrawn:
             return [Joined(self._node, 0, 0, ())]
-        models = self._models()
-        if self._known:
-            models = tuple(msgspec.structs.replace(one, preload=False) for one in models)
+        models = tuple(
+            msgspec.structs.replace(
+                one, preload=one.preload and not self._known, pinned=self._pinned.get(one.model, one.pinned)
+            )
+            for one in self._models()
+        )
         self._known = True
         told: list[Told] = [
             Joined(self._node, self._pool_pages, self._host_bytes, models, {}, self._host, self._domain, self._duty)

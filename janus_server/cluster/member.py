@@ -184,6 +184,8 @@ class Member:
         answer = await self.ask_leader(Asked(model, wish, source, self.node))
         if answer.accepted:
             self._asked_s[model] = time.monotonic()
+            if wish in (Wish.PIN, Wish.UNPIN):
+                self._follower.pinned(model, wish is Wish.PIN)
         return answer
 
     async def ask_leader(self, event: Wished) -> Answer:

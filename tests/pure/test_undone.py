@@ -1,4 +1,4 @@
-"""An order that a change of leader undoes has an end: whoever looks on would see it go on for ever otherwise."""
+"""What a change of leader undoes has an end, or whoever looks on would see it go on; and what it must not undo."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 from janus_server.cluster.follow import UNDONE, Follower
-from janus_server.orders import Action, Done, Event, Failed, Order, Stage, Verb
+from janus_server.orders import Action, Done, Event, Failed, Joined, KnownModel, Order, Report, Stage, Verb
 from janus_server.watch import Watch
 
 
@@ -42,3 +42,31 @@ async def test_an_order_that_is_undone_is_under_way_no_more() -> None:
     await follower.calm()
     assert watch.under_way("m") is None and watch.trouble("m") == UNDONE
     assert seen == [order, Failed(7, Stage.COLD, False, UNDONE)]
+
+
+class Standing:
+    """Models that stand still."""
+
+    def __init__(self) -> None:
+        self.residents = {"m": SimpleNamespace(stage=Stage.ACTIVE), "n": SimpleNamespace(stage=Stage.COLD)}
+
+    def has_copy(self, model: str) -> bool:
+        return False
+
+    def report(self, node: str) -> Report:
+        return Report(node, {})
+
+
+def test_every_leader_is_told_what_is_pinned() -> None:
+    known = tuple(KnownModel(model=m, weight_pages=1, host_bytes=1, longest_pages=1, pinned=m == "n") for m in "mn")
+    follower = Follower("n0", Standing(), 9, 9, ("h", "d"), lambda: known, print, print)  # type: ignore[arg-type]
+
+    def pinned() -> dict[str, bool]:
+        joined = follower.introduction()[0]
+        assert isinstance(joined, Joined)
+        return {one.model: one.pinned for one in joined.models}
+
+    assert pinned() == {"m": False, "n": True}
+    follower.pinned("m", True)
+    follower.pinned("n", False)
+    assert pinned() == {"m": True, "n": False} == pinned()

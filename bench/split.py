@@ -1,7 +1,7 @@
 """What a long prompt costs those who read answers meanwhile: computed beside them, or by another node (--pd-split).
 
-By hand: `python -m bench.split [--model NAME] [--streams 4] [--prompts 5] [--words 1200]`. For each setting it starts two
-nodes of one thread each, keeps some streams running on one of them, and sends long prompts one after the other.
+By hand: `python -m bench.split [--model NAME] [--streams 4] [--prompts 5] [--words 1200]`. For each setting it starts
+two nodes of one thread each, keeps some streams running on one of them, and sends long prompts one after the other.
 Printed are the first token's time of the long prompts, and the gaps between tokens of the streams while one of those
 was on its way. It talks to the server as any client does.
 """
@@ -9,6 +9,7 @@ was on its way. It talks to the server as any client does.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -35,10 +36,9 @@ class Cluster:
     def __init__(self, model: str, split: str, folder: Path) -> None:
         folder.mkdir(mode=0o700)
         self._folder, self._lines = folder, list[str]()
-        # A journal that nobody reads would still be written: none is.
         command = [
-            sys.executable, "-m", "janus_server", "serve", f"m={model}", "--nodes", "2", "--port", "0", "--threads", "1",
-            "--memory", "1GiB", "--host-memory", "64MiB", "--pd-split", split, "--access-log", "off",
+            sys.executable, "-m", "janus_server", "serve", f"m={model}", "--nodes", "2", "--port", "0",
+            "--threads", "1", "--memory", "1GiB", "--host-memory", "64MiB", "--pd-split", split, "--access-log", "off",
         ]  # fmt: skip
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPO)
@@ -111,7 +111,7 @@ class Reader(threading.Thread):
 
     def gaps(self, start_s: float, end_s: float) -> list[float]:
         times = [at_s for at_s in self.times if start_s - 1.0 <= at_s <= end_s + 1.0]
-        return [b - a for a, b in zip(times, times[1:], strict=False) if b >= start_s and a <= end_s and b - a < 60]
+        return [b - a for a, b in itertools.pairwise(times) if b >= start_s and a <= end_s and b - a < 60]
 
 
 def measure(model: str, split: str, folder: Path, streams: int, prompts: int, words: int) -> dict[str, float]:
@@ -127,7 +127,9 @@ def measure(model: str, split: str, folder: Path, streams: int, prompts: int, wo
         first_s, gaps = [], list[float]()
         for number in range(prompts):
             start_s = time.monotonic()
-            first_s.append(next(stream(cluster.urls[0], f"Report {number}. " + "many words of it " * (words // 4), 1)) - start_s)
+            first_s.append(
+                next(stream(cluster.urls[0], f"Report {number}. " + "many words of it " * (words // 4), 1)) - start_s
+            )
             end_s = time.monotonic()
             time.sleep(0.5)
             gaps += [gap for reader in readers for gap in reader.gaps(start_s, end_s)]

@@ -168,8 +168,8 @@ class Split(enum.Enum):
 
 
 class HandedOver(msgspec.Struct, frozen=True):
-    """Prompts of requests that run here which another node was to compute, so far: those whose pages came from it, in so
-    many pages and seconds, and those that were computed here after all. What was here already is in neither."""
+    """Prompts of requests that run here which another node was to compute, so far: those whose pages came from it, in
+    so many pages and seconds, and those that were computed here after all. What was here already is in neither."""
 
     brought: int = 0
     failed: int = 0

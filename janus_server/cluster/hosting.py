@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 from janus_server.applications import Application, Applications
+from janus_server.executor import DeviceThread
 from janus_server.fitting import Fitter
 from janus_server.fork import checkpoint_of
-from janus_server.executor import DeviceThread
 from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.kv.xtensor import XTensor
-from janus_server.sched.scarcity import Scarcity
 from janus_server.lifecycle import Lifecycle
 from janus_server.orders import Action, Counts, Event, KnownModel
+from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.state import BrainSettings
 from janus_server.telemetry import Telemetry
 from janus_server.transfer.rundir import Peering

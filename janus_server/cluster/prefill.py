@@ -21,8 +21,8 @@ from janus_server.errors import BadConfig
 from janus_server.executor import Cancel, Submit
 from janus_server.fork import kv_words
 from janus_server.kv.move import Pace, Stopped
-from janus_server.threads import ended, whole
 from janus_server.orders import Helper
+from janus_server.threads import ended, whole
 from janus_server.transfer.frames import PeerTrouble
 from janus_server.transfer.pull import Pull, claiming
 from janus_server.transfer.rundir import Peering
@@ -173,7 +173,7 @@ class Prefills:
             raise _NotThere("there is no room for its pages")
         async with claiming(self._peering, helper, lent.grant, lent.pages * self._page_bytes) as pull:
             await self._fill(pull, arrival)
-            await pull.confirm()
+            pass
         if not await self._arrivals.take_in(arrival):
             raise _NotThere("what comes before it is gone")
         self._count(brought=1, pages=lent.pages)

@@ -13,7 +13,7 @@ from janus_server.duty import Assigned, Duty
 from janus_server.orders import Action, Answer, Stage
 from janus_server.sched.fleet import Fleet
 from janus_server.sched.placement import Note
-from janus_server.sched.refuge import Home, refuge
+from janus_server.sched.refuge import Home, Refuge, refuge
 from janus_server.sched.room import Room
 
 
@@ -22,6 +22,7 @@ class Emptying:
 
     def __init__(self, rooms: Mapping[str, Room], fleet: Fleet) -> None:
         self._rooms, self._fleet = rooms, fleet
+        self._refuge = Refuge()
         self.nodes = {name for name, room in rooms.items() if room.duty is not Duty.SERVE}
 
     def joined(self, room: Room) -> None:
@@ -116,7 +117,7 @@ class Emptying:
                     self._lower(name, room, f"{', '.join(elsewhere)} has it", touched)
             elif not _on_its_way(name, rooms):
                 alone.append(name)
-        homes = refuge(alone, rooms, now) if alone else {}
+        homes = self._refuge.of(alone, rooms, now) if alone else {}
         for name in alone:
             if name in homes:
                 self._bring(name, room, homes[name], now, touched)

@@ -16,7 +16,7 @@ from janus_server.sched.room import Room
 from janus_server.sched.state import Belief, pages_needed
 
 # Choices that are looked at for one number of models without a place.
-_STATES: Final = 2000
+_STATES: Final = 1000
 
 
 class Home(NamedTuple):
@@ -24,6 +24,20 @@ class Home(NamedTuple):
 
     nodes: tuple[str, ...]
     instead_of: tuple[tuple[str, str], ...] = ()
+
+
+class Refuge:
+    """`refuge`, which is not asked twice about the same: somebody who is stuck asks at every event."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._found: dict[str, Home] = {}
+
+    def of(self, models: Sequence[str], rooms: Sequence[Room], now: float) -> dict[str, Home]:
+        key = tuple(models), [(room.node, room.pool_pages, _looked_at(room, now)) for room in rooms]
+        if key != self._key:
+            self._key, self._found = key, refuge(models, rooms, now)
+        return self._found
 
 
 def refuge(models: Sequence[str], rooms: Sequence[Room], now: float) -> dict[str, Home]:
@@ -118,6 +132,14 @@ class _Search:
         name = belief.known.model
         alone = belief.known.shards == 1 and belief.order is None and not belief.pinned
         return alone and belief.stage is Stage.ACTIVE and self._up[name] > belief.serving
+
+
+def _looked_at(room: Room, now: float) -> list[tuple[object, ...]]:
+    """All that a search sees of a node."""
+    return [
+        (b.known, _stays(b), b.holds_pages, b.serving, b.pinned, b.order is None, b.copy, b.barred(now))
+        for b in room.models.values()
+    ]
 
 
 def _stays(belief: Belief) -> bool:

@@ -13,12 +13,12 @@ import msgspec
 from janus_server.duty import Duty
 from janus_server.orders import KnownModel, Order, Stage, Verb
 from janus_server.sched.dispatcher import Waiting
-from janus_server.sched.split import SplitSettings
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
 from janus_server.sched.foresight import Foreseen
 from janus_server.sched.oracle import OracleSettings
 from janus_server.sched.rules import Rule
 from janus_server.sched.sound import Clock, number
+from janus_server.sched.split import SplitSettings
 
 
 class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):

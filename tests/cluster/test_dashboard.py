@@ -269,44 +269,45 @@ async def test_a_minute_is_what_was_counted_in_it(browser: Browser) -> None:
 async def test_what_takes_something_away_is_asked_about_first(browser: Browser) -> None:
     async with feeding(told()) as (fed, url):
 
-        async def counted(calls: int) -> bool:
-            return len(fed.asked) == calls
+        async def sent(*calls: tuple[str, bytes]) -> None:
+            async def all_there() -> bool:
+                return fed.asked == list(calls)
 
+            await browser.when(all_there, f"the page sends {calls}")
+            await browser.until("!document.querySelector('#confirm').open && !document.querySelector('.busy')")
+
+        sleep, unpin = ("/admin/models/m/sleep", b""), ("/admin/models/m/unpin", b"")
+        fork, drain = ("/admin/models/m/fork", b'{"source":"n0"}'), ("/admin/nodes/n0/drain", b"")
+        serve, force = ("/admin/nodes/n1/serve", b""), ("/admin/nodes/n0/drain?force=true", b"")
         await live(browser, url)
         await browser.click(".opener")
-        for answer, sent in (("#confirm-no", []), ("#confirm-yes", ["/admin/models/m/sleep"])):
-            await browser.click(".more button", "Sleep")
-            await browser.until("document.querySelector('#confirm').open")
-            assert await browser.text("#confirm-title") == "Sleep m?"
-            await browser.click(answer)
-            await browser.until("!document.querySelector('#confirm').open")
-            await browser.until(f"document.querySelectorAll('.notice').length === {len(sent)}")
-            assert [path for path, _ in fed.asked] == sent
+        await browser.click(".more button", "Sleep")
+        await browser.until("document.querySelector('#confirm').open")
+        assert await browser.text("#confirm-title") == "Sleep m?"
+        await browser.click("#confirm-no")
+        await sent()
+        await browser.click(".more button", "Sleep")
+        await browser.click("#confirm-yes")
+        await sent(sleep)
         assert await browser.text(".notice p") == "Sleep m: it is so"
         await browser.click(".more button", "Unpin")
+        await sent(sleep, unpin)
         await browser.run("document.querySelector('.more select').value = 'n0'")
         await browser.click(".more button", "Fork")
-        await browser.click(".card:nth-child(1) header button", "Drain")
-        await browser.click("#confirm-yes")
+        await sent(sleep, unpin, fork)
         await browser.click(".card header button", "Use again")
-        await browser.until("document.querySelectorAll('.notice').length === 5")
-        assert fed.asked[1:] == [
-            ("/admin/models/m/unpin", b""), ("/admin/models/m/fork", b'{"source":"n0"}'),
-            ("/admin/nodes/n0/drain", b""), ("/admin/nodes/n1/serve", b""),
-        ]  # fmt: skip
+        await sent(sleep, unpin, fork, serve)
         fed.answer = 409, {"error": {"message": "m has no room elsewhere"}}
         await browser.click(".card header button", "Drain")
         await browser.click("#confirm-yes")
         await browser.until("document.querySelector('#confirm-text').textContent === 'm has no room elsewhere'")
         await browser.click("#confirm-yes", "Drain it")
-        await browser.until("!document.querySelector('#confirm').open")
-        await browser.when(lambda: counted(7), "it is forced")
-        assert fed.asked[5:] == [("/admin/nodes/n0/drain", b""), ("/admin/nodes/n0/drain?force=true", b"")]
+        await sent(sleep, unpin, fork, serve, drain, force)
         await browser.click("#forget")
         await browser.until("!document.querySelector('#locked').hidden")
         await browser.click(".more button", "Load")
         await browser.until("document.querySelector('#notices').textContent.includes('the admin key is needed')")
-        assert len(fed.asked) == 7 and await browser.run("sessionStorage.length") == 0
+        assert len(fed.asked) == 6 and await browser.run("sessionStorage.length") == 0
         calm(browser, url)
 
 

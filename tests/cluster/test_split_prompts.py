@@ -24,8 +24,9 @@ from janus_server.cluster.arrivals import ARRIVING, Arrival
 from janus_server.cluster.prefill import Prefills
 from janus_server.executor import Cancel, DeviceThread
 from janus_server.node import Node
-from janus_server.orders import Asked, Failed, Order, Stage, Verb, Wish
+from janus_server.orders import Asked, Failed, Helper, Order, Stage, Verb, Wish
 from janus_server.sched.dispatcher import Dispatcher
+from janus_server.sched.split import Splits
 from janus_server.transfer.pull import Pull
 from janus_server.types import Request, Sampling
 
@@ -212,7 +213,9 @@ async def test_a_model_that_is_read_stays_and_one_that_is_gone_helps_nobody(
 
         async def sleep(node: Node, arrival: Arrival) -> None:
             assert node._lifecycle is not None
-            ends.append(await node._lifecycle.obey(Order(1, 1_000_000 + len(ends), node.name, "m", Verb.SLEEP, "a test")))
+            ends.append(
+                await node._lifecycle.obey(Order(1, 1_000_000 + len(ends), node.name, "m", Verb.SLEEP, "a test"))
+            )
 
         with between(nodes, monkeypatch, nothing, sleep) as sources:
             ((drawn, _),) = await generate(nodes[0], request)
@@ -274,6 +277,31 @@ async def test_who_leaves_is_forgotten_on_both_sides(
         for node in nodes:
             await until_books(node)
         assert totals(nodes)[0] == 0
+
+
+async def test_what_is_cached_elsewhere_is_copied_and_the_rest_computed_here(
+    long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that is named for what it has computes a token of it at most."""
+    request = asked("r", prompt_of(700))
+    (wanted,) = await alone(long_model, tmp_path / "alone", request)
+    async with opened({"m": long_model}, tmp_path / "run", pd_split="off") as nodes:
+        helper: list[Helper] = []
+        give = Dispatcher._give
+        monkeypatch.setattr(Splits, "helper", lambda *_: helper[0] if helper else None)
+        monkeypatch.setattr(Dispatcher, "_give", lambda self, ticket, machine, *more: give(self, ticket, "n1", *more))
+        await generate(nodes[1], asked("first", prompt_of(700), tokens=1))
+        monkeypatch.setattr(Dispatcher, "_give", lambda self, ticket, machine, *more: give(self, ticket, "n0", *more))
+        before = [node.stats()["m"].computed_tokens for node in nodes]
+        helper.append(Helper("n1", 20 * PAGE_TOKENS + 5, cached=True))
+        ((drawn, cached),) = await generate(nodes[0], request)
+        assert drawn == wanted
+        assert cached == 20 * PAGE_TOKENS - 1
+        here, there = (node.stats()["m"].computed_tokens - start for node, start in zip(nodes, before, strict=True))
+        assert (here, there) == (700 - 20 * PAGE_TOKENS + 11, 1)
+        assert prefills(nodes[0]).counts.pages == 20
+        for node in nodes:
+            await until_books(node)
 
 
 async def until_books(node: Node) -> None:
@@ -375,7 +403,7 @@ async def beside(path: Path, run_dir: Path) -> AsyncIterator[tuple[Node, Process
 async def test_a_helper_that_dies_or_stops_costs_time_alone(
     number: signal.Signals, when: str, long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that runs the request learns of it at once where the other's process is gone, and by its patience else."""
+    """Where its process is gone, the one that runs the request learns that at once, and by its patience else."""
     request = asked("r", prompt_of(1900))
     (wanted,) = await alone(long_model, tmp_path / "alone", request)
     on_n0(monkeypatch)

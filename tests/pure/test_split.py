@@ -92,10 +92,11 @@ def test_the_brain_names_a_helper_and_lays_the_work_on_it() -> None:
     """Two long prompts at once: the second is helped by another node than the first, or by none."""
     brain = Brain(BrainSettings(split=SplitSettings(choice=Split.AUTO)))
     known = KnownModel(
-        model="m", weight_pages=2, host_bytes=0, longest_pages=2, kv_token_bytes=TOKEN_BYTES, checkpoint="c", pinned=True
-    )
+        model="m", weight_pages=2, host_bytes=0, longest_pages=2, kv_token_bytes=TOKEN_BYTES, pinned=True
+    )  # fmt: skip
     now, nodes = 0.0, ("n0", "n1", "n2")
-    events: list[Event] = [*(Joined(node, 64, 0, (known,)) for node in nodes), *(Asked("m", Wish.LOAD, None, node) for node in nodes)]
+    events: list[Event] = [Joined(node, 64, 0, (known,)) for node in nodes]
+    events += [Asked("m", Wish.LOAD, None, node) for node in nodes]
     while events:
         orders = [one for one in brain.on(events.pop(0), now) if isinstance(one, Order) and one.verb.ends]
         events = [*(Done(order.id, Stage.ACTIVE, False, 0.1) for order in orders), *events]
@@ -103,6 +104,7 @@ def test_the_brain_names_a_helper_and_lays_the_work_on_it() -> None:
     now = 1.0
     for node, running in zip(nodes, (5, 5, 0), strict=True):
         brain.on(Report(node, {"m": Busy(running, 0, 0.0)}), now)
+
     def begin(name: str, at: float) -> Dispatch:
         (begun,) = [a for a in brain.on(Traffic((ticket(name=name),)), at) if isinstance(a, Dispatch)]
         return begun

@@ -10,13 +10,13 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Term:
-    """first_s and last_s: when its leader first and last heard something, on the monotonic clock of that node."""
+    """first_s and last_s: when its leader first and last heard something, on the monotonic clock of the bench."""
 
     number: int
     node: str
@@ -26,19 +26,20 @@ class Term:
     replays: bool
 
 
-def read(folder: Path, stem: str) -> list[Term]:
-    """In order of the terms. A disk that was full may have left a journal without any entry."""
+def read(folder: Path, stem: str, ahead_s: Mapping[str, float]) -> list[Term]:
+    """In order of the terms. A disk that was full may have left a journal without any entry. ahead_s: by how much the
+    clocks of nodes are ahead."""
     found = []
     for path in folder.glob(f"{stem}.*"):
         words = path.name.removeprefix(f"{stem}.").split(".")
         if len(words) == 2 and words[1].isdigit():
-            times = _times(path)
+            times = [now - ahead_s.get(words[0], 0.0) for now in _times(path)]
             first_s, last_s = (times[0], times[-1]) if times else (0.0, 0.0)
             found.append(Term(int(words[1]), words[0], first_s, last_s, len(times), not times or _replays(path)))
     return sorted(found, key=lambda term: term.number)
 
 
-def troubles(terms: Sequence[Term], *, one_clock: bool = True) -> list[str]:
+def troubles(terms: Sequence[Term]) -> list[str]:
     """What does not hold: one leader a term, terms that only grow, the same decisions when replayed."""
     found = []
     leaders: dict[int, str] = {}
@@ -49,7 +50,7 @@ def troubles(terms: Sequence[Term], *, one_clock: bool = True) -> list[str]:
             found.append(f"the journal of {term.node} in term {term.number} replays to other decisions")
     heard = [term for term in terms if term.entries]
     for before, after in itertools.pairwise(heard):
-        if one_clock and after.first_s < before.first_s:
+        if after.first_s < before.first_s:
             found.append(f"term {after.number} began before term {before.number}")
     return found
 

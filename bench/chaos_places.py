@@ -15,6 +15,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from . import chaos_clock, chaos_etcd, chaos_net
@@ -25,6 +26,7 @@ from .chaos_nodes import Node, Nodes
 
 STEM: Final = "journal"
 _DISK_BYTES: Final = 64 << 20
+_DAY_S: Final = 86400.0
 _CLIENT_PORT, _PEER_PORT, _HTTP_PORT = 2379, 2380, 8000
 
 
@@ -55,7 +57,8 @@ class Settings(NamedTuple):
 
 
 class Place(NamedTuple):
-    """missing: why something that is to be done to it cannot be done here, by the fault's name."""
+    """missing: why something that is to be done to it cannot be done here, by the fault's name. ahead_s: by how much
+    the clocks of nodes are ahead of this one."""
 
     nodes: Nodes
     key: str
@@ -64,6 +67,7 @@ class Place(NamedTuple):
     net: Net | None = None
     disk: Path | None = None
     clock: Callable[[float], None] | None = None
+    ahead_s: Mapping[str, float] = MappingProxyType({})
 
 
 @contextlib.contextmanager
@@ -91,7 +95,8 @@ def local(settings: Settings) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def etcd(settings: Settings) -> Iterator[Place]:
-    """Nodes that meet in an etcd of three servers."""
+    """Nodes that meet in an etcd of three servers. Their clocks have as little in common as those of hosts that were
+    started on different days, where that can be had."""
     _need_etcd()
     keys = _keys(settings.folder)
     settings.journals.mkdir()
@@ -99,11 +104,12 @@ def etcd(settings: Settings) -> Iterator[Place]:
         join = f"etcd://{','.join(server.endpoint for server in servers)}/chaos"
         secret = _secret(settings.folder)
         ports = free_ports(settings.nodes)
+        ahead_s = {name: _DAY_S * number for number, name in enumerate(settings.names)} if _can_be_ahead() else {}
         nodes = Nodes([
-            Node(name, settings.arguments(join, port, "--cluster-secret", str(secret)), keys)
+            Node(name, settings.arguments(join, port, "--cluster-secret", str(secret)), keys, _ahead(ahead_s.get(name)))
             for name, port in zip(settings.names, ports, strict=True)
         ])  # fmt: skip
-        yield Place(nodes, keys["JANUS_ADMIN_KEY"], {}, servers)
+        yield Place(nodes, keys["JANUS_ADMIN_KEY"], {}, servers, ahead_s=ahead_s)
 
 
 @contextlib.contextmanager
@@ -200,6 +206,17 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def _ahead(by_s: float | None) -> list[str]:
+    """The beginning of a command whose clocks that only go forward are ahead."""
+    if by_s is None:
+        return []
+    return ["unshare", "--time", "--fork", "--kill-child=SIGKILL", f"--monotonic={by_s:.0f}", f"--boottime={by_s:.0f}"]
+
+
+def _can_be_ahead() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*_ahead(1.0), "true"], check=False).returncode == 0
 
 
 def _need_etcd() -> None:

@@ -105,7 +105,7 @@ async def _strike(
             break
         await asyncio.to_thread(chaos_places.load_everywhere, place, models)
     await asyncio.to_thread(place.nodes.stop)
-    terms = await asyncio.to_thread(chaos_journals.read, settings.journals, STEM)
+    terms = await asyncio.to_thread(chaos_journals.read, settings.journals, STEM, place.ahead_s)
     led = place.nodes.terms()
     for row in rows:
         row.recovered_s = recovery_s(row.strikes, row.last_term, terms, led)

@@ -36,7 +36,7 @@ from .simulator.records import AppSpec, Scenario
 from .writable import check_folder
 
 _SHADOW, _BURST = "live3", "live4"
-_DISPATCH: Final = {"duration_s": "150", "factor": "2"}
+_DISPATCH: Final = {"duration_s": "110"}
 _WINDOW_S: Final = 3.0
 
 
@@ -70,7 +70,7 @@ def _shadow(options: argparse.Namespace) -> tuple[list[Ran], Scenario]:
 
 
 def _burst(options: argparse.Namespace) -> tuple[list[Ran], Scenario]:
-    asked = _asked(options, _BURST, {})
+    asked = _asked(options, _BURST, {"duration_s": "120"})
     # Without memory for copies on the host there is nothing but the checkpoint to read.
     nodes = tuple(msgspec.structs.replace(node, host_bytes=0) for node in asked.nodes)
     disk = msgspec.structs.replace(asked, nodes=nodes)
@@ -87,7 +87,7 @@ def _burst(options: argparse.Namespace) -> tuple[list[Ran], Scenario]:
 
 
 def _dispatch(options: argparse.Namespace) -> tuple[list[Ran], Scenario]:
-    asked = _asked(options, _SHADOW, _DISPATCH)
+    asked = _asked(options, _BURST, _DISPATCH)
     found = []
     for rule in Rule:
         brain = msgspec.structs.replace(BrainSettings(), dispatch=rule)
@@ -229,7 +229,7 @@ def _figures(ran: Ran, asked: Scenario) -> dict[str, Any]:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("janus bench live", __doc__ or "")
     parser.add_argument("kind", choices=list(_KINDS), help="what is compared")
-    parser.add_argument("--scenario", metavar="FILE|NAME", help=f"default: {_SHADOW}, for burst {_BURST}")
+    parser.add_argument("--scenario", metavar="FILE|NAME", help=f"default: {_BURST}, for shadow {_SHADOW}")
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of all that is random; default: 0")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the scenario")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write figures as JSON, journals and logs there")

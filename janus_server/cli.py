@@ -102,6 +102,7 @@ examples:
   janus bench simulate_devices                  its two fidelities; simulate_agreement: on a cluster; simulate_fit: CPUs
   janus bench cluster                           what it costs that a request comes in at one node and runs on another
   janus bench chaos                             a cluster under load whose nodes are killed, stopped and cut off
+  janus bench rolling                           a cluster under load whose nodes are emptied, restarted and taken away
   janus bench live shadow                       the live scheduler on paced nodes, beside the simulator
   janus bench transfer                          how fast one node copies another's memory, beside bare sockets
   janus bench serve --help                      what a benchmark takes
@@ -109,7 +110,7 @@ examples:
 # Each benchmark is a module of the package janus_bench with main(arguments) -> exit code.
 _BENCHES: Final = ("engine", "serve", "client", "http", "soak", "dispatch", "packing", "scaling", "memory", "oracle",
                   "simulate", "plan", "workload", "simulate_sweep", "simulate_day", "simulate_loads",
-                  "simulate_devices", "simulate_agreement", "simulate_fit", "chaos",
+                  "simulate_devices", "simulate_agreement", "simulate_fit", "chaos", "rolling",
                   "cluster", "live", "transfer")  # fmt: skip
 # Benchmarks that are commands of their own too.
 _WHOLE: Final = {

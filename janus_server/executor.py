@@ -180,7 +180,7 @@ class DeviceThread:
         was torn down a moment ago: the loop has not heard of it yet, and what is left is that report's affair.
         """
         engine = self._engines.get(model)
-        if engine is None or not engine.batcher.idle:
+        if engine is None or not engine.batcher.idle or self._scarcity.awaits(model):
             return False
         self._scarcity.loans.recall(engine.batcher)
         engine.batcher.prefix.clear()

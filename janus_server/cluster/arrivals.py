@@ -47,6 +47,14 @@ class Arrivals:
     def __init__(self, device: DeviceThread, scarcity: Scarcity, xtensor: XTensor) -> None:
         self._device, self._scarcity, self._xtensor = device, scarcity, xtensor
 
+    def expect(self, request: Request) -> None:
+        """It will run here: its model stays until it has begun, or is let go."""
+        self._scarcity.awaited[request.id] = request.model
+
+    def begun(self, request: Request) -> None:
+        """It was handed to the device thread, which has it by the time that it hears of this; or nobody wants it."""
+        self._device.ask(lambda: self._scarcity.awaited.pop(request.id, None))
+
     async def look(self, arrival: Arrival) -> bool:
         """True when some of its pages are not here, and could be kept if they were."""
         return await self._on_device(lambda: self._look(arrival))

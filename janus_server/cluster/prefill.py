@@ -88,6 +88,7 @@ class Prefills:
         elif helper is None or not _can_be_split(command.request):
             self._device(command)
         else:
+            self._arrivals.expect(command.request)
             waiting = self._waiting[command.request.id] = _Waiting(command)
             waiting.task = asyncio.create_task(self._go(waiting, helper))
             waiting.task.add_done_callback(_say_why)
@@ -107,6 +108,7 @@ class Prefills:
         elif cancel.index is None:
             del self._waiting[cancel.request_id]
             waiting.task.cancel()
+            self._arrivals.begun(waiting.submit.request)
         else:
             waiting.cancelled.append(cancel.index)
 
@@ -135,6 +137,7 @@ class Prefills:
             self._count(seconds=took_s)
             submit = msgspec.structs.replace(submit, cached=brought.cached_tokens)
         self._device(submit)
+        self._arrivals.begun(submit.request)
         for index in waiting.cancelled:
             self._device(Cancel(submit.model, submit.request.id, index))
 
@@ -173,7 +176,7 @@ class Prefills:
             raise _NotThere("there is no room for its pages")
         async with claiming(self._peering, helper, lent.grant, lent.pages * self._page_bytes) as pull:
             await self._fill(pull, arrival)
-            pass
+            await pull.confirm()
         if not await self._arrivals.take_in(arrival):
             raise _NotThere("what comes before it is gone")
         self._count(brought=1, pages=lent.pages)

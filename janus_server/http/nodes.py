@@ -6,6 +6,8 @@ in /admin/cluster, and asking again does no harm.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 from aiohttp import web
 
@@ -18,7 +20,7 @@ from janus_server.http.edge import CODE
 from janus_server.http.routes import Routes
 from janus_server.http.service import Service, not_ready
 
-_TRUTHS = {"1": True, "true": True, "0": False, "false": False}
+_TRUTHS: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 class Nodes:

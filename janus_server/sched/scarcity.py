@@ -47,6 +47,8 @@ class Scarcity:
         # Pages that are being filled from elsewhere, by so many; and those that are being read.
         self.expecting = 0
         self.loans = Loans()
+        # Requests that will run here once pages of theirs have arrived, with their models. Any thread may add one.
+        self.awaited: dict[str, str] = {}
 
     def join(self, batcher: Batcher) -> None:
         self._batchers.append(batcher)
@@ -57,6 +59,10 @@ class Scarcity:
         self._batchers.remove(batcher)
         self.loans.forget(batcher)
         batcher.kv.drop_floor()
+
+    def awaits(self, model: str) -> bool:
+        """True while requests of the model are to come."""
+        return model in tuple(self.awaited.values())
 
     @property
     def passing(self) -> bool:

@@ -37,7 +37,8 @@ class BrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 3
     backoff_s: float = 0.5
     broken_s: float = 30.0
-    ahead_s: float = 0.05
+    # Longer than most steps: what is handed over while one runs joins the next, which would begin half empty otherwise.
+    ahead_s: float = 0.1
     dispatch: Rule = Rule.LST_IMH
     rate_half_life_s: float = 1200.0
     refit_every_s: float | None = 60.0

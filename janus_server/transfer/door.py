@@ -203,7 +203,8 @@ class Door:
                             line.send(Denied(given), limit_s)
                             return
                         mine = given.grant
-                        log.info("%s: being read by %s of another host", mine.model, peer.node)
+                        level = logging.INFO if isinstance(ask, Ask) else logging.DEBUG
+                        log.log(level, "%s: being read by %s of another host", mine.model, peer.node)
                         line.send(self._granted(given), limit_s)
                     case Look():
                         line.send(self._on_loop(self._holding), limit_s)

@@ -130,7 +130,8 @@ class PeerServer:
             await link.send(Denied(given), limit_s)
             return
         grant = given.grant
-        log.info("%s: being read by %s", grant.model, grant.peer)
+        level = logging.INFO if isinstance(ask, Ask) else logging.DEBUG  # pages of prompts are claimed all the time
+        log.log(level, "%s: being read by %s", grant.model, grant.peer)
         try:
             await link.send(self._granted(given), limit_s, self._handle.fd)
             while True:

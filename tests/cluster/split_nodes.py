@@ -96,6 +96,7 @@ async def books(node: Node) -> dict[str, int]:
     await asyncio.wrap_future(device.ask(device._pool.check))
     held = await asyncio.wrap_future(device.ask(device._pool.held))
     assert ARRIVING not in held
+    assert not device._scarcity.awaited
     assert device._scarcity.expecting == 0 and len(device._scarcity.loans) == 0
     batchers = device._scarcity._batchers
     assert all(not batcher.kv._refs or set(batcher.kv._refs.values()) == {1} for batcher in batchers)

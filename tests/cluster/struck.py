@@ -13,7 +13,7 @@ from bench.chaos_faults import faults
 from bench.chaos_places import Settings
 from bench.chaos_run import Found, Pace, strike_all
 
-PACE = Pace(rate=1.5, tokens=200, settle_s=1.0)
+PACE = Pace(rate=3.0, tokens=120, settle_s=0.5)
 SCALE = 0.1
 
 

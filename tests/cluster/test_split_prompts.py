@@ -231,6 +231,30 @@ async def test_a_model_that_is_read_stays_and_one_that_is_gone_helps_nobody(
             await until_books(node)
 
 
+async def test_a_model_whose_request_waits_for_pages_stays(
+    long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it runs or waits on the device where the request is to run: it is not put to sleep all the same."""
+    request = asked("r", prompt_of(700))
+    (wanted,) = await alone(long_model, tmp_path / "alone", request)
+    on_n0(monkeypatch)
+    async with opened({"m": long_model}, tmp_path / "run") as nodes:
+        ends: list[object] = []
+
+        async def sleep(source: Node, arrival: Arrival) -> None:
+            here = nodes[0]._lifecycle
+            assert here is not None and source is nodes[1]
+            ends.append(await here.obey(Order(1, 1_000_000, "n0", "m", Verb.SLEEP, "a test")))
+
+        with between(nodes, monkeypatch, sleep, nothing):
+            ((drawn, _),) = await generate(nodes[0], request)
+        assert isinstance(ends[0], Failed) and "requests came" in ends[0].reason
+        assert drawn == wanted and totals(nodes) == (1, 0)
+        await until(lambda: not device(nodes[0])._scarcity.awaited)
+        for node in nodes:
+            await until_books(node)
+
+
 async def test_a_model_that_is_torn_down_where_pages_arrive_gets_none_of_them(
     long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

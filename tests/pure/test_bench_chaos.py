@@ -59,7 +59,13 @@ def test_journals_tell_of_two_leaders_in_a_term_and_of_terms_that_go_back() -> N
 def test_a_journal_that_a_full_disk_left_empty_is_of_a_term_without_entries(tmp_path: Path) -> None:
     (tmp_path / "journal.n1.7").write_bytes(b"")
     (tmp_path / "journal.n0.2").write_text(json.dumps({"type": "heading"}) + '\n{"type":"entry","now":')
-    assert read(tmp_path, "journal") == [Term(2, "n0", 0.0, 0.0, 0, True), Term(7, "n1", 0.0, 0.0, 0, True)]
+    assert read(tmp_path, "journal", {}) == [Term(2, "n0", 0.0, 0.0, 0, True), Term(7, "n1", 0.0, 0.0, 0, True)]
+
+
+def test_times_of_a_node_whose_clock_is_ahead_are_told_on_this_one(tmp_path: Path) -> None:
+    entries = [{"type": "heading"}, {"type": "entry", "now": 100.0}, {"type": "entry", "now": 102.5}]
+    (tmp_path / "journal.n2.9").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert read(tmp_path, "journal", {"n2": 90.0}) == [Term(9, "n2", 10.0, 12.5, 2, False)]  # nothing to replay there
 
 
 def test_a_row_holds_unless_somebody_else_noticed_or_a_text_was_wrong() -> None:

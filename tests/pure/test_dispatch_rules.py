@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from janus_server.orders import Dispatch, Done, Event, Joined, KnownModel, Order, Stage, Ticket, Traffic
+from bench.simulator import policies, scenario
+from bench.simulator.attempts import device_of
+from bench.simulator.batching import Rules
+from bench.simulator.records import Outcome
+from bench.simulator.run import run
+from janus_server.orders import Action, Dispatch, Done, Event, Joined, KnownModel, Order, Stage, Ticket, Traffic
 from janus_server.sched.brain import Brain
 from janus_server.sched.dispatcher import Dispatcher
 from janus_server.sched.rules import Rule, Turns
@@ -86,6 +95,73 @@ def test_least_load_counts_what_was_begun_and_not_yet_computed() -> None:
     dispatcher.started("r0", 3.0)  # n0 has nothing before it now
     dispatcher.arrived(ticket(4), 3.0)
     assert [one.machine for one in dispatcher.begin(3.0, lambda _: ["n0", "n1"])] == ["n0"]
+
+
+BUSY = """
+[cluster]
+kind = "A100 SXM"
+hosts = 1
+devices = 1
+
+[workload]
+source = "apps"
+quiet_s = 15
+since_s = 5
+duration_s = 30
+
+[[apps]]
+name = "chat"
+model = "chat-13b"
+ttft_s = 1.0
+tpot_s = 0.06
+per_second = 13
+lengths = "300/50"
+
+[[models]]
+name = "chat-13b"
+params_b = 13.0
+layers = 40
+hidden = 5120
+heads = 40
+kv_heads = 40
+head_dim = 128
+"""
+
+
+class Waited:
+    """A Recorder of how long first tokens took."""
+
+    def __init__(self) -> None:
+        self.ttft_s: list[float] = []
+
+    def outcome(self, outcome: Outcome) -> None:
+        if outcome.ttft_s is not None and outcome.call.at_s >= 20.0:
+            self.ttft_s.append(outcome.ttft_s)
+
+    def decision(self, action: Action, now: float) -> None: ...
+
+    def began(self, order: Order, now: float, takes_s: float) -> None: ...
+
+    def stage(self, node: str, model: str, stage: Stage, now: float) -> None: ...
+
+    def moment(self, now: float, active: Sequence[str]) -> None: ...
+
+    def closed(self, now: float) -> None: ...
+
+
+def test_a_busy_device_is_kept_as_busy_by_planned_requests_as_by_those_that_come_at_once(tmp_path: Path) -> None:
+    """Its steps take 50 to 85 ms: who plans hands over what the next one has room for before the last one is over."""
+    file = tmp_path / "busy.toml"
+    file.write_text(BUSY)
+    waited = {}
+    for rule in (Rule.LST_IMH, Rule.ROUND_ROBIN):
+        asked, recorder, rules = scenario.read(str(file), 0, {}), Waited(), Rules(step_tokens=512)
+        settings = msgspec.structs.replace(BrainSettings(), dispatch=rule)
+        make = partial(policies.make, "janus", asked, settings)
+        run(asked, make, device_of(asked, "step", rules), recorder, rules)
+        assert len(recorder.ttft_s) > 100
+        waited[rule] = median(recorder.ttft_s)
+    assert waited[Rule.LST_IMH] < 1.3 * waited[Rule.ROUND_ROBIN]
 
 
 def test_the_brain_keeps_to_its_rule_and_another_goes_on_from_what_it_remembers() -> None:

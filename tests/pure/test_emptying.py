@@ -324,3 +324,33 @@ def test_while_no_other_node_is_known_nobody_is_refused() -> None:
     world.join(type(node)("n1", 100, 0, ["a"], ("h1", "d0")))
     world.run(world.now + 10.0)
     assert not world.waiting and not world.refused and world.serving("a") == ["n1"]
+
+
+def test_what_took_its_place_is_gone_before_it_went_and_it_serves_again() -> None:
+    """Its weights are still there: nobody waits for a copy."""
+    world = settled(0, [known("a", 20)], 2, 100)
+    world.back_s = None
+    node = world.serving("a")[0]
+    assert world.assign(node, Duty.DRAIN).accepted
+    while not world.nodes[node].held["a"]:
+        world.ask("a")
+        world.run(world.now + 0.02)
+    assert world.nodes[node].running["a"] and "a" not in world.nodes[node].order
+    world.lose(next(other for other in world.nodes if other != node))
+    assert world.serving("a") == [node] and not world.nodes[node].held["a"]
+
+
+def test_a_model_that_not_every_node_has_goes_to_one_that_does() -> None:
+    """The fleet leaves such models alone; the weights are copied from the node that is emptied."""
+    a, b = known("a", 20), known("b", 20)
+    brain, now = Brain(BrainSettings()), 0.0
+    for node, models in (("n0", (a, b)), ("n1", (b,)), ("n2", (a, b))):
+        brain.on(orders.Joined(node, 100, 0, models), now)
+        brain.on(orders.Report(node, {"a": orders.Busy(0, 0, 1.0)} if node == "n0" else {}), now)
+    assert brain.serving("a") == ("n0",)
+    actions = brain.on(Assigned("n0", Duty.DRAIN), now)
+    (fork,) = [action for action in actions if isinstance(action, orders.Order) and action.model == "a"]
+    assert (fork.verb, fork.node, fork.source) == (Verb.FORK, "n2", "n0") and brain.serving("a") == ("n0",)
+    actions = brain.on(orders.Done(fork.id, Stage.ACTIVE, False, 0.1), 0.2)
+    (sleep,) = [action for action in actions if isinstance(action, orders.Order) and action.model == "a"]
+    assert (sleep.verb.lowers, sleep.node) == (True, "n0") and brain.serving("a") == ("n2",)

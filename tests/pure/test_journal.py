@@ -28,6 +28,7 @@ from janus_server.orders import (
 )
 from janus_server.sched.brain import Brain
 from janus_server.sched.state import BrainSettings
+from janus_server.terminal.replay import ReplayOptions, run
 
 SETTINGS = BrainSettings(patience_s=0.5, stay_s=1.0)
 
@@ -165,3 +166,16 @@ def test_a_memory_that_cannot_be_is_named(tmp_path: Path) -> None:
     file.write_bytes(msgspec.json.encode(edited) + b"\n" + rest)
     with pytest.raises(BadConfig, match="line 1 tells of what cannot be"):
         journal.replay(file)
+
+
+def test_the_command_tells_many_journals_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a cluster leaves them: one a term. Where one comes out otherwise, its name and line are said."""
+    files = tuple(tmp_path / f"j.n{i}.{i + 1}" for i in range(2))
+    for file in files:
+        _Led(file).run()
+    assert run(ReplayOptions(files)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].startswith("2 journals, of terms 1 to 1, all with the same decisions")
+    files[1].write_bytes(files[1].read_bytes().replace(b'"verb":"wake"', b'"verb":"load"', 1))
+    assert run(ReplayOptions(files)) == 1
+    assert "j.n1.2, term 1: line " in capsys.readouterr().err

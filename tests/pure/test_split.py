@@ -29,7 +29,9 @@ from janus_server.orders import (
     Traffic,
     Wish,
 )
+from janus_server.sched.batcher import Batcher, BatcherLimits
 from janus_server.sched.brain import Brain
+from janus_server.sched.scarcity import Scarcity
 from janus_server.sched.split import SplitSettings, Stand, aid
 from janus_server.sched.state import BrainSettings
 from janus_server.types import Owner, PageKind, Request, Split
@@ -176,6 +178,32 @@ def test_pages_that_arrive_are_nobody_elses_and_then_the_models() -> None:
     for page in pages:
         kv.drop(page)
     assert pool.free_pages == 8
+
+
+def test_newcomers_wait_for_what_is_lent_and_those_who_run_do_not() -> None:
+    pool = PagePool(6)
+    kv = KvPages(pool, "m", 2)
+    cache, scarcity = PrefixCache(kv, b"s"), Scarcity(pool)
+    batcher = Batcher(kv, cache, scarcity, BatcherLimits(context_tokens=64, capacity_pages=6))
+    scarcity.join(batcher)
+    fresh = kv.take(4)
+    assert fresh is not None
+    pages = tuple(cache.publish(range(8), fresh))
+    loans = scarcity.loans
+    loan, other = loans.hold(batcher, pages), loans.hold(batcher, tuple(cache.match(range(8), 4).pages))
+    batcher.add(Request(id="new", model="m", prompt=tuple(range(50, 55)), max_tokens=1), 0.0)
+    assert batcher.plan(0.0) is None and scarcity.passing and loans.stands(loan) and loans.stands(other)
+    loans.end(loan)
+    loans.end(loan)
+    assert not loans.stands(loan) and not scarcity.evict(5, kv)
+    batch = batcher.plan(0.0)  # two pages of the other loan stay
+    assert batch is not None and loans.stands(other)
+    assert scarcity.make_room(3, batcher.running[0], kv)  # rather than that anybody is preempted
+    assert not loans.stands(other) and not scarcity.passing and batcher.running and kv.available == 3
+    last = loans.hold(batcher, ())
+    scarcity.leave(batcher)  # its pages go back by their owner
+    assert not loans.stands(last) and not loans.recall()
+    pool.check()
 
 
 @given(st.data())

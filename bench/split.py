@@ -163,8 +163,8 @@ def main() -> None:
     given = options.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for split in given.settings:
-            found = measure(given.model, split, Path(folder) / split, given.streams, given.prompts, given.words)
+        for turn, split in enumerate(given.settings):
+            found = measure(given.model, split, Path(folder) / f"{turn}", given.streams, given.prompts, given.words)
             told = ", ".join(
                 f"{name} {value:.0f}" if name == "prompts elsewhere" else f"{name} {1000 * value:.0f} ms"
                 for name, value in found.items()

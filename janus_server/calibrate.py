@@ -37,9 +37,9 @@ class Calibration:
     def device(self, memory_bytes: float) -> DeviceShape | None:
         """The device as this model sees it, with so much memory for weights and KV; None while too little is known.
 
-        Its bandwidth is that at which a step of one row is as long as it was, its FLOPs those at which one with a prompt
-        of the usual length is: reading and arithmetic overlap in the roofline, so that all of such a step is arithmetic.
-        Nothing else of a step is told apart, and all of it is reached.
+        Its bandwidth is that at which a step of one row is as long as it was, its FLOPs those at which one with a
+        prompt of the usual length is: reading and arithmetic overlap in the roofline, so that all of such a step is
+        arithmetic. Nothing else of a step is told apart, and all of it is reached.
         """
         if self._cost.observed < STEPS or self._prompt_steps < PROMPT_STEPS:
             return None

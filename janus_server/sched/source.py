@@ -108,8 +108,9 @@ def spread(
 ) -> list[Copy]:
     """For many replicas that are wanted at once, in their order: each takes what is best for it when its turn comes.
 
-    A near holder that feeds nobody, the busiest of them, unless even the checkpoint is quicker; where there is none, whatever ends first, which may be to wait
-    for a holder that feeds another, or for a replica that is still arriving.
+    A near holder that feeds nobody, the busiest of them, unless even the checkpoint is quicker; where there is none,
+    whatever ends first, which may be to wait for a holder that feeds another, or for a replica that is still
+    arriving.
 
     Example: one holder near, no host copies, a copy takes 1 s and the disk 10 s. Of three replicas the first is copied
     from 0 to 1, the second and the third from 1 to 2: from the holder, and from the first.

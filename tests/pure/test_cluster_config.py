@@ -11,6 +11,7 @@ from janus_server import machine
 from janus_server.config import ServeConfig, default_memory_bytes, serve_config
 from janus_server.errors import BadConfig
 from janus_server.peers import peering_of
+from janus_server.types import Split
 
 
 @pytest.fixture
@@ -66,3 +67,10 @@ def test_nodes_that_meet_in_a_directory_share_their_weights_there(model: str, tm
     peering = peering_of(config(model, join=str(tmp_path / "run"), node="n1"), [tmp_path / "other"])
     assert peering is not None and peering.run_dir == tmp_path / "run" / "weights"
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700  # the coordinator refuses any other
+
+
+def test_prompts_are_computed_elsewhere_in_a_cluster_alone(model: str) -> None:
+    assert config(model, nodes="2").pd_split is Split.OFF
+    assert config(model, nodes="2", pd_split="auto").pd_split is Split.AUTO
+    with pytest.raises(BadConfig, match="--pd-split is for a server that is part of a cluster"):
+        config(model, pd_split="auto")

@@ -17,8 +17,8 @@ import msgspec
 
 from janus_server.applications import Applications
 from janus_server.catalogue import OpenedModel
-from janus_server.cluster.lookout import Lookout, Party
-from janus_server.cluster.sight import Outside
+from janus_server.cluster.lookout import Lookout
+from janus_server.cluster.sight import Reached
 from janus_server.config import OracleChoice, ServeConfig
 from janus_server.desk import FrontDesk, NoDesk
 from janus_server.errors import BadModel, Refused
@@ -87,7 +87,7 @@ class Node:
         self._leader: Leads | None = None
         self._desk: FrontDesk | NoDesk | None = None
         self.operator: Operator | None = None
-        self.outside = Outside()
+        self.reached = Reached()
         self.lookout: Lookout | None = None
         self._prepared: Prepared | None = None
         self._renderers = Renderers()
@@ -207,8 +207,7 @@ class Node:
             leads, lifecycle, device, xtensor.pool, copies, watch, self.memory, self._config.page_bytes, peers,
             self.telemetry,
         )  # fmt: skip
-        others = None if member is None else Party(member.meeting)
-        lookout = self.lookout = Lookout(self, self.operator, others)
+        lookout = self.lookout = Lookout(self, self.operator, None if member is None else member.party)
         start.all_given()
         await start.over
         if member is not None:

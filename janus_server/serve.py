@@ -111,7 +111,7 @@ async def _serve(
     # Imported after loading began: the HTTP stack takes 0.25 s to import, which the loader's reads can hide.
     from janus_server.http.listen import Listener
 
-    node.outside.url = _reached_at(config, listening)
+    node.reached.url = _reached_at(config, listening)
     server = await Listener.open(config, keys, node, listening, tls, tracer)
     if config.api_key_file is not None:  # without one, a terminal that closes still ends the server
         loop.add_signal_handler(signal.SIGHUP, functools.partial(_reload_keys, config, keys, server))

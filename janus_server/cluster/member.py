@@ -8,7 +8,6 @@ leads), the links to all others, the front (calls that came here), the guests (r
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -22,17 +21,16 @@ from janus_server.cluster.handover import Handover
 from janus_server.cluster.hosting import Hosting
 from janus_server.cluster.joining import joined
 from janus_server.cluster.meeting import Meeting, Place
+from janus_server.cluster.party import Party
 from janus_server.cluster.prefixes import Prefixes, Trail
-from janus_server.cluster.tally import changed
-from janus_server.cluster.tickets import aged, dated
+from janus_server.cluster.telling import Telling, say_why
+from janus_server.cluster.tickets import dated
 from janus_server.cluster.wishing import Wishing
 from janus_server.duty import Duty
 from janus_server.flow import Flow
 from janus_server.orders import (
     Answer,
     Asked,
-    Counted,
-    Counts,
     Dispatch,
     Helper,
     Joined,
@@ -41,7 +39,6 @@ from janus_server.orders import (
     Order,
     Refuse,
     Report,
-    Traffic,
     Wish,
     Wished,
 )
@@ -59,14 +56,10 @@ if TYPE_CHECKING:
     from janus_server.executor import Cancel, Submit
     from janus_server.streams import Streams
 
-log = logging.getLogger("janus.cluster")
-
 BEAT_S: Final = 0.5
 # A leader says something every second. One that has not for so long is not waited for: the last table says where
 # models are. An election takes some two seconds.
 SILENCE_S: Final = 3.0
-# A node that its leader does not know says so at most this often.
-_AGAIN_S: Final = 1.0
 _ASKED_S: Final = 3.0
 
 
@@ -80,10 +73,14 @@ class Member:
         """caching: starts of prompts are kept, so that it matters where the next one runs."""
         self.node = place.node
         self.meeting = Meeting(place, self)
+        self.party = Party(self.meeting)
         self._prefixes = Prefixes(lambda: self.meeting.key_for("prefixes"))
         self._caching = caching
         keys = self._prefixes.keys.of if caching else None
-        self.front = Front(place.node, streams, self, work_s, self.meeting.link, self._changed, request_s, keys)
+        self.front = Front(
+            place.node, streams, self, work_s, self.meeting.link, lambda: self._telling.traffic(), request_s, keys
+        )  # fmt: skip
+        self._telling = Telling(place.node, self.meeting, self.front, self._prefixes)
         self.guests = Guests(
             lambda: self._hosting.lifecycle, streams, lambda: self._closing is not None, self.post,
             lambda: self._handover.lending,
@@ -94,14 +91,9 @@ class Member:
         self._follower: Follower
         self._election: Election
         self._wishing = Wishing(place.node, self.meeting, lambda: self._election.lead)
-        self._presented: tuple[int, str] | None = None
-        self._presented_s = 0.0
-        self._presenting: asyncio.Task[None] | None = None
         self._opened = False
         self._refused = ""
         self._voice_s = time.monotonic()
-        self._due = False
-        self._counted: dict[str, Counts] = {}
         self._table: Table | None = None
         self._asked_s: dict[str, float] = {}
         self._beating: asyncio.Task[None] | None = None
@@ -112,17 +104,18 @@ class Member:
         self._hosting, self._opened = hosting, True
         self._follower = Follower(
             self.node, hosting.lifecycle, hosting.pool_pages, hosting.host_bytes, self.meeting.where,
-            hosting.known, self.tell, hosting.seen,
+            hosting.known, self._telling.tell, hosting.seen,
         )  # fmt: skip
         self._handover = Handover(hosting, self.meeting.link, self._work_s, self.term)
         self._election = Election(self.node, hosting, self.meeting, self._given_here)
+        self._telling.open(self._follower, hosting.counts, self._election.hear)
         await self.meeting.open()
         if hosting.peering is not None:
             mine, stale = hosting.lifecycle, self.meeting.stale
             pages = Pages(hosting.memory, mine.grants, mine.offer, tuple(mine.residents), mine.copy_rate, stale)
             self.meeting.let_read(hosting.peering, pages)
         self._beating = asyncio.create_task(self._beat())
-        self._beating.add_done_callback(_say_why)
+        self._beating.add_done_callback(say_why)
         awaited = [one.model for one in hosting.lifecycle.known() if one.preload]
         await joined(self.meeting, awaited, lambda: self._table, lambda: self._refused)
 
@@ -163,10 +156,11 @@ class Member:
 
     async def close(self) -> None:
         """Leave. What runs here for others ends."""
-        tasks = [task for task in (self._beating, self._presenting, self._closing) if task is not None]
+        tasks = [task for task in (self._beating, self._closing) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._telling.close()
         if self._opened:
             await self._handover.close()
             await self._election.end()
@@ -233,77 +227,16 @@ class Member:
     def observed(self, observed: Observed) -> None:
         self._follower.observed(observed)
 
-    # Telling
-
-    def tell(self, events: Sequence[Told]) -> None:
-        """Bring events to whoever leads. Where nobody does they are dropped: the next one is told what there is."""
-        term, leader = self.meeting.term, self.meeting.view.leader
-        if leader is None or self._presented != (term, self.meeting.incarnation):
-            return
-        if leader.name == self.node:
-            self._election.hear(self.node, term, events)
-            return
-        link = self.meeting.link(leader.name)
-        if link is not None and not link.asking.tell(term, aged(events, time.monotonic())):
-            link.asking.forget_told()
-            self._presented = None  # too much is missing: from the beginning
-
-    def _changed(self) -> None:
-        """Calls came or went: several changes within one turn of the loop are told together."""
-        if not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._tell_traffic)
-
-    def _tell_traffic(self) -> None:
-        self._due = False
-        if self._presented is not None and (traffic := self.front.take()) is not None:
-            self.tell([traffic])
-
-    def present(self) -> None:
-        """Tell whoever leads now what there is here, unless that was done."""
-        if self._presenting is None or self._presenting.done():
-            self._presenting = asyncio.create_task(self._present())
-            self._presenting.add_done_callback(_say_why)
-
-    async def _present(self) -> None:
-        while self.meeting.view.leader is not None:
-            now = (self.meeting.term, self.meeting.incarnation)
-            if self._presented == now:
-                return
-            self._presented = None
-            await self._follower.calm()
-            if now != (self.meeting.term, self.meeting.incarnation):
-                continue
-            self._presented, self._presented_s = now, time.monotonic()
-            self._counted = {}
-            self._prefixes.restart()
-            held = self._prefixes.news(self.node)
-            self.tell([*self._follower.introduction(), *([held] if held else []), Traffic(self.front.tickets())])
-
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            self.present()
-            counts = dict(self._hosting.counts())
-            news = changed(counts, self._counted)
-            self._counted = counts
-            told = (self._follower.report(), Counted(news) if news else None, self._held())
-            events: list[Told] = [one for one in told if one is not None]
-            if events:
-                self.tell(events)
+            self._telling.beat()
             self.front.look(time.monotonic() - self._voice_s < SILENCE_S)
-
-    def _held(self) -> Held | None:
-        """What came to the caches here, and went, for a leader that was told what there was before."""
-        if self._presented == (self.meeting.term, self.meeting.incarnation):
-            return self._prefixes.news(self.node)
-        self._prefixes.look()
-        return None
 
     # What others say (`meeting.Hears` and `wire.Station`)
 
     def led(self) -> None:
-        self.present()
+        self._telling.present()
 
     def elected(self, term: int) -> None:
         self._election.begin(term)
@@ -368,10 +301,8 @@ class Member:
                 self.front.route(action.routes)
                 if self.node in action.nodes:
                     self._follower.assigned(Duty.DRAIN if self.node in action.leaving else Duty.SERVE)
-                late = time.monotonic() - self._presented_s > _AGAIN_S
-                if self.node not in action.nodes and late and self._closing is None:
-                    self._presented = None
-                    self.present()
+                elif self._closing is None:
+                    self._telling.unknown()
             case Answer(_, False, why):  # of whoever presented itself; wishes are answered where they are put
                 self._refused = why
         return Outcome.APPLIED
@@ -380,8 +311,3 @@ class Member:
 def _of(event: Told) -> str | None:
     """The node that an event is about, where it is about one."""
     return event.node if isinstance(event, Joined | Report | Lost | Held) else None
-
-
-def _say_why(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the node says nothing more to its leader", exc_info=error)

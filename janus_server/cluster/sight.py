@@ -35,7 +35,7 @@ TEXT_MOST: Final = 2000
 _URL: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]{1,300}", re.ASCII)
 
 
-class Outside:
+class Reached:
     """What the HTTP side of a node tells of itself: where clients reach it, and how their requests went."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Shown(Protocol):
     def name(self) -> str: ...
 
     @property
-    def outside(self) -> Outside: ...
+    def reached(self) -> Reached: ...
 
     @property
     def where(self) -> tuple[str, str]: ...
@@ -88,11 +88,11 @@ def own_view(node: Shown, operator: Operator, version: str, up_s: float) -> Node
     if leads is not None:
         leads.predictions = {one.model: one.prediction for one in managed if one.prediction is not None}
     return NodeView(
-        node=node.name, url=node.outside.url, host=host, domain=domain, version=version, up_s=round(up_s, 3),
+        node=node.name, url=node.reached.url, host=host, domain=domain, version=version, up_s=round(up_s, 3),
         term=operator.term, leaving=node.leaving, page_bytes=operator.page_bytes, pool_pages=node.pool_pages,
         free_pages=node.free_pages, host_budget_bytes=operator.host_budget_bytes,
         scratch_pages=sum(pages for owner, pages in node.memory().items() if owner.kind is PageKind.SCRATCH),
-        models=[model_view(one) for one in managed], applications=node.outside.applications(), leads=leads,
+        models=[model_view(one) for one in managed], applications=node.reached.applications(), leads=leads,
     )  # fmt: skip
 
 

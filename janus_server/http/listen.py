@@ -50,7 +50,7 @@ class Listener:
         admission = _admission(config, keys)
         gate = Gate(_places(config, listening), keys, metrics)
         applications = Applications(config.applications)
-        node.outside.applications = lambda: metrics.views(applications.listed)
+        node.reached.applications = lambda: metrics.views(applications.listed)
         app = build_app(node, metrics=metrics, limits=limits, admission=admission, applications=applications)
         access = Access(gate, node, lines=config.access_log, prompts=config.log_prompts, tracer=tracer)
         runner = build_runner(app, limits, access)

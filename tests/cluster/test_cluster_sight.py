@@ -20,7 +20,7 @@ from real_cluster import REPO, Cluster, complete
 
 from janus_server import localkey
 from janus_server.api.cluster import ClusterView, ModelView, NodeView
-from janus_server.cluster.lookout import SILENT
+from janus_server.cluster.party import SILENT
 
 
 @pytest.fixture(scope="module")

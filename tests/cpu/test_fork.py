@@ -208,7 +208,7 @@ async def test_a_failed_fork_falls_back_to_what_the_node_has(models: dict[str, P
             assert await generate(node, "a") == expected
             await books_are_right(node)
         await wish(node, "a", Wish.EVICT)
-        assert not node.ask("a", Wish.FORK).accepted
+        assert not (await node.ask("a", Wish.FORK)).accepted
 
 
 async def test_a_cancelled_fork_stops_and_leaves_nothing(models: dict[str, Path], run_dir: Path) -> None:
@@ -417,9 +417,9 @@ async def test_three_nodes_that_fork_sleep_and_serve_at_random_lose_nothing(
             """Requests may have the model back before the fork comes: then there is nothing to do."""
             for _ in range(15):
                 node, source = nodes[draw.choice(["n1", "n2"])], draw.choice([*nodes, "n0", "n0", "nobody"])
-                node.ask(name, draw.choice([Wish.SLEEP, Wish.EVICT]))
+                await node.ask(name, draw.choice([Wish.SLEEP, Wish.EVICT]))
                 await until(lambda: node.settled(name))  # noqa: B023
-                node.ask(name, Wish.FORK, source)
+                await node.ask(name, Wish.FORK, source)
                 await asyncio.sleep(draw.random() * 0.05)
 
         async with asyncio.timeout(120):

@@ -115,7 +115,7 @@ async def test_a_sleeping_model_answers_with_equal_bits(models: dict[str, Path])
     async with opened(settings(models, ROOM_FOR_ALL)) as node:
         before = await generate(node, "a", 32)
         for wish in (Wish.SLEEP, Wish.LOAD, Wish.EVICT, Wish.LOAD, Wish.SLEEP, Wish.EVICT, Wish.WAKE, Wish.LOAD):
-            answer = node.ask("a", wish)
+            answer = await node.ask("a", wish)
             await until(lambda: node.settled("a"))
             assert answer.accepted == (wish is not Wish.WAKE)
             await books_are_right(node)
@@ -126,7 +126,7 @@ async def test_a_model_with_requests_is_drained_before_it_sleeps(models: dict[st
     async with opened(settings(models, ROOM_FOR_ALL)) as node:
         running = asyncio.create_task(generate(node, "a", 200))
         await until(lambda: len(node.streams) == 1)
-        assert node.ask("a", Wish.SLEEP).accepted
+        assert (await node.ask("a", Wish.SLEEP)).accepted
         late = asyncio.create_task(generate(node, "a", 4, 1))
         assert (await running)[1] is FinishReason.LENGTH
         assert (await late)[1] is FinishReason.LENGTH  # it waited for the sleep, then had the model woken
@@ -139,7 +139,7 @@ async def test_a_failure_on_the_way_up_leaves_the_model_where_it_was(
 ) -> None:
     async with opened(settings(models, ROOM_FOR_ALL)) as node:
         before = await generate(node, "a", 16)
-        node.ask("a", Wish.EVICT if place == "load" else Wish.SLEEP)
+        await node.ask("a", Wish.EVICT if place == "load" else Wish.SLEEP)
         await until(lambda: node.settled("a"))
         was = stage(node, "a")
         calls = 0
@@ -178,7 +178,7 @@ async def test_a_failure_on_the_way_down_leaves_the_model_serving(
         before = await generate(node, "a", 16)
         with monkeypatch.context() as patch:
             patch.setattr(resident, "move", fail)
-            assert node.ask("a", Wish.SLEEP).accepted
+            assert (await node.ask("a", Wish.SLEEP)).accepted
             await until(lambda: node.settled("a"))
         assert stage(node, "a") is Stage.ACTIVE
         await books_are_right(node)
@@ -260,7 +260,7 @@ async def test_a_model_is_made_while_another_is_scored(models: dict[str, Path]) 
         expected = await scores(0)
         for round_ in range(1, 6):
             for name in ("b", "c"):  # made anew at their next load
-                node.ask(name, Wish.EVICT)
+                await node.ask(name, Wish.EVICT)
                 await until(lambda name=name: node.settled(name))  # type: ignore[misc]
                 node._lifecycle.residents[name].engine = None  # type: ignore[union-attr]
             made = [asyncio.create_task(generate(node, name, 2, round_)) for name in ("b", "c")]

@@ -10,7 +10,8 @@ import pytest
 from janus_server.api.cluster import LeaderView, NodeView
 from janus_server.cluster import lookout
 from janus_server.cluster.lookout import Lookout
-from janus_server.cluster.sight import Outside, Shown
+from janus_server.cluster.party import Party
+from janus_server.cluster.sight import Reached, Shown
 from janus_server.operate import Operator
 
 
@@ -21,7 +22,7 @@ class Alone:
     term, page_bytes, host_budget_bytes = 3, 64, 1000
 
     def __init__(self) -> None:
-        self.outside = Outside()
+        self.reached = Reached()
         self.looked = 0
 
     def memory(self) -> dict[Any, int]:
@@ -58,7 +59,7 @@ class Two:
 
 
 def looking(node: Alone, others: Two | None) -> Lookout:
-    return Lookout(cast(Shown, node), cast(Operator, node), others)
+    return Lookout(cast(Shown, node), cast(Operator, node), cast(Party | None, others))
 
 
 async def test_who_looks_at_once_or_soon_shares_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ def _print(times: Mapping[str, Sequence[float]], load: Load) -> None:
     rate = load.requests / load.for_s
     print(
         f"the leader: {rate:.0f} tickets/s for {load.for_s:.0f} s took {1e6 * load.ticket_s:.0f} µs of processor each "
-        f"(at rest it takes {100 * load.rest_s / load.for_s:.1f} % of a core): {1 / max(load.ticket_s, 1e-9):.0f} tickets/s "
-        f"on one core, the goal is {GOAL_TICKETS_S:.0f}"
+        f"(at rest it takes {100 * load.rest_s / load.for_s:.1f} % of a core): "
+        f"{1 / max(load.ticket_s, 1e-9):.0f} tickets/s on one core, the goal is {GOAL_TICKETS_S:.0f}"
     )
 
 

@@ -100,6 +100,7 @@ def _bars(axes: Any, ran: Sequence[Ran], asked: Scenario) -> None:
                         alpha=0.45 if not one.busy else 0.95, hatch="//" if not one.busy else None)  # fmt: skip
         axes.bar_label(bars, [f"{100 * shares[name]:.0f}" for name in names], fontsize=7)
     axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="share of requests on time", ylim=(0.0, 1.08))
-    axes.legend(fontsize=8, ncols=3, loc="lower center")
+    least = min(share for one in ran for share in attainment(one.answers, asked.apps, since_s(asked)).values())
+    axes.set(ylabel="share of requests on time", ylim=(max(0.0, np.floor(20 * least - 1) / 20), 1.02))
+    axes.legend(fontsize=8, ncols=2, loc="lower right")
     axes.grid(alpha=0.3, axis="y")

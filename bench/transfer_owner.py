@@ -32,8 +32,8 @@ from janus_server.wire.handshake import Identity, Secret  # house: exempt — as
 from janus_server.wire.tls import TlsFiles, answering_context, own_digest  # house: exempt — as above
 
 PAGE_BYTES: Final = 2 << 20
-_HOT_BYTES: Final = 1 << 20
-_COUNT: Final = struct.Struct(">QQ")
+HOT_BYTES: Final = 1 << 20
+COUNT: Final = struct.Struct(">QQ")
 
 
 async def main(size: int, run_dir: Path, secret: str, tls: TlsFiles | None) -> None:
@@ -87,8 +87,8 @@ def bare(send: Callable[[socket.socket, int, int], None], tls: ssl.SSLContext | 
         if tls is not None:
             connection, whole = tls.wrap_socket(connection, server_side=True), socket.MsgFlag(0)
         with connection:
-            while len(head := connection.recv(_COUNT.size, whole)) == _COUNT.size:
-                send(connection, *_COUNT.unpack(head))
+            while len(head := connection.recv(COUNT.size, whole)) == COUNT.size:
+                send(connection, *COUNT.unpack(head))
 
     def accept() -> None:
         while True:
@@ -107,10 +107,10 @@ def send_file(connection: socket.socket, fd: int, at: int, count: int) -> None:
 
 def send_hot(connection: socket.socket, at: int, count: int) -> None:
     """The same megabyte, which the caches hold: what the sockets alone can do."""
-    block = memoryview(bytes(_HOT_BYTES))
+    block = memoryview(bytes(HOT_BYTES))
     while count:
-        connection.sendall(block[: min(count, _HOT_BYTES)])
-        count -= min(count, _HOT_BYTES)
+        connection.sendall(block[: min(count, HOT_BYTES)])
+        count -= min(count, HOT_BYTES)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,29 +24,19 @@ from typing import Any, Final
 import numpy as np
 
 # house: exempt — what is measured is the plane itself, below any HTTP
-from janus_server.kv.move import Pace
+from janus_server.cluster.freight import Known
+from janus_server.kv.move import Pace  # house: exempt — as above
 from janus_server.kv.vmm_cpu import CpuMemory, PeerMemory  # house: exempt — as above
-from janus_server.transfer.line import Line  # house: exempt — as above
 from janus_server.transfer.proving import dial  # house: exempt — as above
 from janus_server.transfer.pull import Want, pulling  # house: exempt — as above
 from janus_server.transfer.rundir import Peering  # house: exempt — as above
 from janus_server.wire.handshake import Identity, Secret  # house: exempt — as above
 from janus_server.wire.tls import TlsFiles, dialling_context  # house: exempt — as above
 
-from .transfer_owner import PAGE_BYTES
+from .transfer_owner import COUNT, HOT_BYTES, PAGE_BYTES
 
 _SECRET: Final = "0123456789abcdef" * 4
-_COUNT: Final = struct.Struct(">QQ")
-_HOT_BYTES: Final = 1 << 20
 _FREE: Final = Pace(lambda done: None, lambda: True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Known:
-    """Another node, as a cluster would know it."""
-
-    near: bool
-    dial: Callable[[float], Line]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,13 +110,13 @@ class Bench:
 
     def sockets(self) -> Took:
         """One hot megabyte through a socket, again and again: what iperf does."""
-        block = memoryview(bytearray(_HOT_BYTES))
+        block = memoryview(bytearray(HOT_BYTES))
 
         def work(connection: socket.socket) -> None:
             left = len(self.target)
-            connection.sendall(_COUNT.pack(0, left))
+            connection.sendall(COUNT.pack(0, left))
             while left:
-                left -= connection.recv_into(block[: min(left, _HOT_BYTES)], 0, socket.MSG_WAITALL)
+                left -= connection.recv_into(block[: min(left, HOT_BYTES)], 0, socket.MSG_WAITALL)
 
         return self._connected("hot", [work])
 
@@ -138,7 +127,7 @@ class Bench:
 
         def part(first: int, end: int) -> Callable[[socket.socket], None]:
             def work(connection: socket.socket) -> None:
-                connection.sendall(_COUNT.pack(first, end - first))
+                connection.sendall(COUNT.pack(first, end - first))
                 into, got = self.target[first:end].data, 0
                 while got < end - first:
                     got += connection.recv_into(into[got:], 0, whole)

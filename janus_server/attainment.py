@@ -148,8 +148,7 @@ class Totals:
     """One application's counts, as plain numbers too: reading them of the series takes a hundred times as long."""
 
     def __init__(self, ttft_bounds_s: Sequence[float], tpot_bounds_s: Sequence[float]) -> None:
-        self._requests = self._failed = self._ended = 0
-        self._met = dict.fromkeys(Kind, 0)
+        self._requests = self._failed = self._ended = self._attained = 0
         self._ttft, self._tpot = _none(ttft_bounds_s), _none(tpot_bounds_s)
 
     def add(self, course: Course, found: Mapping[Kind, bool]) -> None:
@@ -157,12 +156,10 @@ class Totals:
         self._requests += 1
         self._failed += course.outcome is Outcome.FAILED
         self._ended += Kind.OVERALL in found
-        for kind, attained in found.items():
-            self._met[kind] += attained
+        self._attained += found.get(Kind.OVERALL, False)
         for spread, time_s in ((self._ttft, course.ttft_s), (self._tpot, course.tpot_s)):
             if time_s is not None:
                 spread.counts[bisect.bisect_left(spread.bounds_s, time_s)] += 1
-                spread.sum_s += time_s
 
     def view(self, application: Application) -> ApplicationView:
         """What was counted so far."""
@@ -170,17 +167,16 @@ class Totals:
         return ApplicationView(
             application=application.name, model=application.model, ttft_s=promise.ttft_s, tpot_s=promise.tpot_s,
             attain=promise.attain if kinds_of(promise) else None, requests=self._requests, failed=self._failed,
-            ended=self._ended, met_ttft=self._met[Kind.TTFT], met_tpot=self._met[Kind.TPOT],
-            attained=self._met[Kind.OVERALL], ttft=_copy(self._ttft), tpot=_copy(self._tpot),
+            ended=self._ended, attained=self._attained, ttft=_copy(self._ttft), tpot=_copy(self._tpot),
         )  # fmt: skip
 
 
 def _none(bounds_s: Sequence[float]) -> Spread:
-    return Spread(bounds_s=list(map(float, bounds_s)), counts=[0] * (len(bounds_s) + 1), sum_s=0.0)
+    return Spread(bounds_s=list(map(float, bounds_s)), counts=[0] * (len(bounds_s) + 1))
 
 
 def _copy(spread: Spread) -> Spread:
-    return Spread(bounds_s=spread.bounds_s, counts=list(spread.counts), sum_s=spread.sum_s)
+    return Spread(bounds_s=spread.bounds_s, counts=list(spread.counts))
 
 
 class Counts:

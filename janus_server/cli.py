@@ -294,7 +294,7 @@ def _chat_parser(kinds: Any) -> _Parser:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="ask this once and exit; without it, a conversation"
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--url", default=cli_admin.LOCAL_URL, help=f"the server (default {cli_admin.LOCAL_URL})")
     parser.add_argument("--model", help="a served model's name (default: the server's first)")
     parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is always the likeliest word")

@@ -1,4 +1,4 @@
-"""The commands of who runs a server: models, memory, status. What they take, and how they are begun.
+"""The commands of who runs a server: models, memory, status, dashboard, drain. What they take, how they are begun.
 
 `cli` adds them to its own. They call a running server's admin routes, as `terminal` does it.
 """
@@ -41,8 +41,8 @@ examples:
 _DASHBOARD_EXAMPLES: Final = """\
 examples:
   janus dashboard                               open what it prints in a browser
-  xdg-open $(janus dashboard)
-The key stands behind the # of the address, which browsers send to nobody.
+The key stands behind the # of the address, which browsers send to nobody. Paste it rather than give it to a command:
+what a command is given can be seen by every user of the machine.
 """
 _ADMIN_KEY: Final = """
 This needs the server's admin key, taken from JANUS_ADMIN_KEY. A server that only this machine can reach and that has no
@@ -51,7 +51,7 @@ admin key makes one for the user who started it, in a file that nobody else can 
 """
 # Those of the admin API, written out: its records cost 10 ms to import, which every launch would pay.
 _MODEL_ACTIONS: Final = ("list", "load", "wake", "sleep", "evict", "fork", "pin", "unpin")
-_URL: Final = "http://127.0.0.1:8000"
+LOCAL_URL: Final = "http://127.0.0.1:8000"
 
 
 def parsers(kinds: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _dashboard_parser(kinds: Any) -> Any:
         "dashboard", help="the address of the dashboard, with the key that opens it",
         epilog=_DASHBOARD_EXAMPLES + _ADMIN_KEY,
     )  # fmt: skip
-    parser.add_argument("--url", default=_URL, help=f"any node of the cluster (default {_URL})")
+    parser.add_argument("--url", default=LOCAL_URL, help=f"any node of the cluster (default {LOCAL_URL})")
     return parser
 
 
@@ -162,7 +162,7 @@ def _drain_parser(kinds: Any) -> Any:
     parser.add_argument("--force", action="store_true", help="what no other node has room for goes too")
     parser.add_argument("--wait", action="store_true", help="until it is empty")
     parser.add_argument("--timeout", default="10min", metavar="DURATION", help="with --wait, at most (default 10min)")
-    parser.add_argument("--url", default=_URL, help=f"any node of the cluster (default {_URL})")
+    parser.add_argument("--url", default=LOCAL_URL, help=f"any node of the cluster (default {LOCAL_URL})")
     return parser
 
 
@@ -176,7 +176,7 @@ def _models_parser(kinds: Any) -> Any:
         help=f"one of: {', '.join(_MODEL_ACTIONS)}",
     )  # fmt: skip
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model's name, as the list shows it")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--url", default=LOCAL_URL, help=f"the server (default {LOCAL_URL})")
     parser.add_argument(
         "--from", dest="source", metavar="NODE", help="with fork, the node to copy from (default: one that holds it)"
     )
@@ -190,7 +190,7 @@ def _memory_parser(kinds: Any) -> Any:
     parser = kinds.add_parser(
         "memory", help="show who holds which pages of a running server's memory", epilog=_ADMIN_KEY
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    parser.add_argument("--url", default=LOCAL_URL, help=f"the server (default {LOCAL_URL})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--watch", action="store_true", help="draw it every second until Ctrl-C")
     return parser
@@ -201,7 +201,7 @@ def _status_parser(kinds: Any) -> Any:
         "status", help="show a running server's nodes, models and applications, and what was decided last",
         epilog=_STATUS_EXAMPLES + _ADMIN_KEY,
     )  # fmt: skip
-    parser.add_argument("--url", default=_URL, help=f"any node of it (default {_URL})")
+    parser.add_argument("--url", default=LOCAL_URL, help=f"any node of it (default {LOCAL_URL})")
     parser.add_argument("--once", action="store_true", help="print it once and end")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
     return parser

@@ -2,12 +2,13 @@
 `janus status`. Pure.
 
 A node tells what it knows of itself (`NodeView`); whoever is asked asks all others and puts the answers beside each
-other (`ClusterView`). Counts only grow as long as a node's process lives: a reader takes differences, and counts that
-fell as nothing. Sizes are in pages and bytes, times in seconds.
+other (`ClusterView`). Counts only grow as long as a node's process lives: a reader takes differences. Where up_s fell,
+all was counted since; where a count fell all the same, nothing is known of an application's. Sizes are in pages and bytes, times in seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -39,12 +40,11 @@ class Spread(msgspec.Struct, kw_only=True):
 
     bounds_s: list[float]
     counts: list[int]
-    sum_s: float
 
 
 class ApplicationView(msgspec.Struct, kw_only=True):
     """The requests of one application (or of a model by its own name) that came to one node. ended are those that a
-    promise was made for and that are over; met_ttft, met_tpot and attained are those of them that kept it."""
+    promise was made for and that are over, attained those of them that kept all of it."""
 
     application: str
     model: str
@@ -54,8 +54,6 @@ class ApplicationView(msgspec.Struct, kw_only=True):
     requests: int = 0
     failed: int = 0
     ended: int = 0
-    met_ttft: int = 0
-    met_tpot: int = 0
     attained: int = 0
     ttft: Spread
     tpot: Spread
@@ -96,7 +94,8 @@ class LeaderView(msgspec.Struct, kw_only=True):
 
 
 class NodeView(msgspec.Struct, kw_only=True):
-    """One node. url is where its HTTP API is, "" where it is not known; leads holds what it knows as the leader, None
+    """One node. url is where its HTTP API is, "" where it is not known; empty says that nothing is up on it and nothing on
+    its way, so that one that an operator has emptied can be stopped. leads holds what it knows as the leader, None
     on all others. trouble says why nothing is known of a node that is a member: then the rest is empty."""
 
     node: str
@@ -107,6 +106,7 @@ class NodeView(msgspec.Struct, kw_only=True):
     up_s: float = 0.0
     term: int = 0
     leaving: bool = False
+    empty: bool = False
     page_bytes: int = 0
     pool_pages: int = 0
     free_pages: int = 0
@@ -127,3 +127,20 @@ class ClusterView(msgspec.Struct, kw_only=True):
     term: int
     time: float
     nodes: list[NodeView]
+
+
+def leads_of(view: ClusterView) -> LeaderView | None:
+    """What the leader knows; None while nobody leads, or it does not answer."""
+    return next((node.leads for node in view.nodes if node.leads is not None), None)
+
+
+def where_served(view: ClusterView) -> dict[str, Sequence[str]]:
+    """The nodes that take each model's requests, as the leader says; where nobody does, those where it is Active."""
+    found: dict[str, list[str]] = {}
+    for node in view.nodes:
+        for one in node.models:
+            found.setdefault(one.model, [])
+            if one.stage == "active":
+                found[one.model].append(node.node)
+    leads = leads_of(view)
+    return dict(found) if leads is None else {**found, **leads.served}

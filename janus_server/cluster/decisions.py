@@ -59,17 +59,15 @@ class Decisions:
 
     def _heard(self, event: Event, now: float) -> None:
         match event:
-            case Joined(node, models=()):
-                self._there.discard(node)
-                self._note(now, "left", f"{node} takes nothing more", node=node)
             case Joined(node) if node not in self._there:
                 self._there.add(node)
                 self._note(now, "joined", f"{node} is there, with {event.pool_pages} pages", node=node)
-            case Left(node):
+            case Left(node):  # once of a node that says that it goes, and once when it is gone
+                if node in self._there:
+                    self._note(now, "left", f"{node} is gone", node=node)
                 self._there.discard(node)
                 self._active.pop(node, None)
                 self._orders = {number: order for number, order in self._orders.items() if order.node != node}
-                self._note(now, "left", f"{node} is gone", node=node)
             case Lost(node, model) if model in self._active.get(node, ()):
                 self._active[node].discard(model)
                 self._note(now, "lost", f"{model} on {node}: {LOST}", model, node)

@@ -19,8 +19,6 @@ from janus_server.wire.handshake import Identity, Secret
 from janus_server.wire.listen import bind
 from janus_server.wire.tls import TlsFiles, answering_context, dialling_context, own_digest
 
-KNOCK_S = 5.0
-
 
 class Known(NamedTuple):
     """A member whose pages can be reached."""
@@ -46,7 +44,7 @@ class Freight:
     def open(self, peering: Peering, pages: Pages) -> None:
         """Let the pages be read by whoever belongs to the cluster and has a grant."""
         self._door = Door(
-            self._listening, self._me, self._secret, peering, pages, self._answering, self._certificate, KNOCK_S
+            self._listening, self._me, self._secret, peering, pages, self._answering, self._certificate
         )
 
     def known(self, member: Member | None, machine: str) -> Far | None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 SHARED_S: Final = 0.5
 # Of what is told to others: as many of them may look.
 _OWN_S: Final = 0.2
-# As wire.frames bounds it.
-_MOST_BYTES: Final = 4 << 20
 
 
 class Lookout:
@@ -46,9 +44,11 @@ class Lookout:
 
     def own(self) -> bytes:
         """What others are told of this node."""
+        from janus_server.wire.frames import SIGHT_MOST_BYTES  # a node alone has no use for it
+
         now = time.monotonic()
         if self._own is None or now - self._own[0] > _OWN_S:
-            self._own = now, written(self._view(), _MOST_BYTES)
+            self._own = now, written(self._view(), SIGHT_MOST_BYTES)
         return self._own[1]
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ the one that its link proved, and what it knows as the leader counts only where 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from janus_server.api.cluster import (
     ModelView,
     NodeView,
     StandingView,
+    leads_of,
 )
 from janus_server.orders import Stage
 from janus_server.sched.state import Standing
@@ -89,11 +90,15 @@ def own_view(node: Shown, operator: Operator, version: str, up_s: float) -> Node
         leads.predictions = {one.model: one.prediction for one in managed if one.prediction is not None}
     return NodeView(
         node=node.name, url=node.reached.url, host=host, domain=domain, version=version, up_s=round(up_s, 3),
-        term=operator.term, leaving=node.leaving, page_bytes=operator.page_bytes, pool_pages=node.pool_pages,
-        free_pages=node.free_pages, host_budget_bytes=operator.host_budget_bytes,
+        term=operator.term, leaving=node.leaving, empty=not any(map(_there, managed)),
+        page_bytes=operator.page_bytes, pool_pages=node.pool_pages, free_pages=node.free_pages, host_budget_bytes=operator.host_budget_bytes,
         scratch_pages=sum(pages for owner, pages in node.memory().items() if owner.kind is PageKind.SCRATCH),
         models=[model_view(one) for one in managed], applications=node.reached.applications(), leads=leads,
     )  # fmt: skip
+
+
+def _there(one: ManagedModel) -> bool:
+    return one.stage == "active" or one.under_way is not None
 
 
 def model_view(one: ManagedModel) -> ModelView:
@@ -168,26 +173,15 @@ def beside(asked: str, leader: str | None, term: int, now: float, views: Iterabl
     for view in nodes:
         if view.node != leader:
             view.leads = None
-    leads = next((view.leads for view in nodes if view.leads is not None), None)
+    whole = ClusterView(asked=asked, leader=leader, term=term, time=now, nodes=nodes)
+    leads = leads_of(whole)
     if leads is not None:
         for view in nodes:
             standings = leads.standings.get(view.node, {})
             for one in view.models:
                 _treated(one, standings.get(one.model, StandingView()))
-    return ClusterView(asked=asked, leader=leader, term=term, time=now, nodes=nodes)
+    return whole
 
 
 def _treated(one: ModelView, standing: StandingView) -> None:
     one.goal, one.pinned, one.draining = standing.goal, standing.pinned, standing.draining
-
-
-def where_served(view: ClusterView) -> dict[str, Sequence[str]]:
-    """The nodes that take each model's requests, as the leader says; where nobody does, those where it is Active."""
-    found: dict[str, list[str]] = {}
-    for node in view.nodes:
-        for one in node.models:
-            found.setdefault(one.model, [])
-            if one.stage == "active":
-                found[one.model].append(node.node)
-    leads = next((node.leads for node in view.nodes if node.leads is not None), None)
-    return dict(found) if leads is None else {**found, **leads.served}

@@ -38,7 +38,6 @@ _LONGEST_S: Final = 30.0
 _STEADY_S: Final = 30.0
 # What a node says when it cannot serve at all, as its exit code: starting it again would change nothing.
 _HOPELESS: Final = 2
-_KILL_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 _READY: Final = re.compile(r"Janus is ready on (\S+) after")
 _MOST_LINE_BYTES: Final = 1 << 20

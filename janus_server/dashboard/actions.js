@@ -12,7 +12,6 @@ const NOTICE_S = 15;
 class Actions {
   constructor(feed) {
     this.feed = feed;
-    this.benches = new Set();
     this.dialog = $("confirm");
     this.agreed = null;
     $("confirm-yes").addEventListener("click", () => this.dialog.close("yes"));
@@ -101,7 +100,9 @@ class Actions {
     return { node: button.node, update };
   }
 
-  confirm(title, text, yes) {
+  // Whether the operator agrees; false at once while another question is open, which is not to be rewritten.
+  async confirm(title, text, yes) {
+    if (this.dialog.open) return false;
     say($("confirm-title"), title);
     say($("confirm-text"), text);
     say($("confirm-yes"), yes);

@@ -162,6 +162,4 @@ class Chart {
     this.rule.setAttribute("visibility", inside ? "visible" : "hidden");
     if (inside) fill(this.rule, { x1: this.x(t), x2: this.x(t) }, []);
   }
-
-  close() { cursor.charts.delete(this); }
 }

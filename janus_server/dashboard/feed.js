@@ -20,6 +20,8 @@ class Feed {
   constructor(onView, onState) {
     this.onView = onView;
     this.onState = onState;
+    // The printed address, pasted while the page is open, loads nothing.
+    addEventListener("hashchange", () => { const key = handed(); if (key) this.use(key); });
     this.key = handed() || sessionStorage.getItem(KEPT_KEY) || "";
     this.state = { kind: this.key ? "asking" : "locked", why: "", since: null };
     this.timer = null;

@@ -2,7 +2,7 @@
 // in it. Pure: it is given the view and the time, and draws nothing.
 const WINDOW_S = 60;
 const KEPT_S = 600;
-const FACTS = ["requests", "failed", "ended", "met_ttft", "met_tpot", "attained"];
+const FACTS = ["requests", "failed", "ended", "attained"];
 
 // The value that the share q of a histogram lies below, linear within a bucket. null without values. What lies beyond
 // the last bound is said to lie on it: more is not known.
@@ -25,7 +25,7 @@ function grown(before, now) {
   const made = {};
   for (const fact of FACTS) made[fact] = now[fact] - before[fact];
   for (const spread of ["ttft", "tpot"]) {
-    if (before[spread].counts.length !== now[spread].counts.length) return null;
+    if (String(before[spread].bounds_s) !== String(now[spread].bounds_s)) return null;
     made[spread] = now[spread].counts.map((count, i) => count - before[spread].counts[i]);
   }
   const all = [...FACTS.map((fact) => made[fact]), ...made.ttft, ...made.tpot];
@@ -65,8 +65,9 @@ class History {
     const apps = new Map(node.applications.map((app) => [app.application, app]));
     for (const [name, app] of apps) {
       if (!fresh.has(name)) fresh.set(name, { app, parts: [] });
+      // Another process, or an application that is new there, has counted all of it since.
       const old = same && before.apps.get(name);
-      const part = old && grown(old, app);
+      const part = old ? grown(old, app) : before && app;
       if (part) fresh.get(name).parts.push(part);
     }
     this.last.set(node.node, { up_s: node.up_s, apps });

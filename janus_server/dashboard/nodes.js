@@ -103,7 +103,7 @@ class NodeCard {
     this.crown.toggleAttribute("hidden", !view.isLeader);
     mark(this.node, "leads", view.isLeader);
     mark(this.node, "dead", dead);
-    say(this.badge, view.gone ? "gone" : view.trouble ? "no answer" : view.leaving ? "leaving" : view.draining ? emptied(view) : view.isLeader ? "leads" : "");
+    say(this.badge, view.gone ? "gone" : view.trouble ? "no answer" : view.leaving ? "leaving" : view.draining ? (view.empty ? "empty: it can be stopped" : "draining") : view.isLeader ? "leads" : "");
     this.badge.className = `badge ${dead ? "bad" : view.leaving || view.draining ? "warn" : ""}`;
     this.badge.hidden = !this.badge.textContent;
     this.where(view);
@@ -144,11 +144,6 @@ class NodeCard {
     this.cold.hidden = !cold;
     say(this.cold, `${counted(cold, "model is", "models are")} cold here`);
   }
-}
-
-// How far an operator's drain is.
-function emptied(view) {
-  return view.models.some((one) => one.stage === "active" || one.running || one.under_way) ? "draining" : "empty: it can be stopped";
 }
 
 function crown() {

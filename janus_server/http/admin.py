@@ -11,9 +11,19 @@ import math
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from janus_server.api import reply
-from janus_server.api.admin import WISHES, AdminError, AdminErrorDetails, ForkBody, ManagedList, ModelEvent, Wished
+from janus_server.api.admin import (
+    WISHES,
+    AdminError,
+    AdminErrorDetails,
+    ForkBody,
+    ManagedList,
+    ManagedModel,
+    ModelEvent,
+    Wished,
+)
 from janus_server.errors import Refused
 from janus_server.http.edge import CODE, SSE
 from janus_server.http.service import Service, no_such_model, not_ready
@@ -27,6 +37,7 @@ LOOK_S = 10.0
 FORK_MOST_BYTES = 4096
 # A fork has a body, and a route of its own.
 PATTERN = "|".join(wish.value for wish in WISHES if wish is not Wish.FORK)
+State = ManagedModel | UnsetType
 
 
 class Admin:
@@ -36,7 +47,7 @@ class Admin:
         self._service = service
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json(ManagedList(object="list", data=self._operator().models()))
+        return answered(ManagedList(object="list", data=self._operator().models()))
 
     async def wish(self, request: web.Request) -> web.Response:
         """202 while there is something left to do, 200 when there is not, 409 where the model's state forbids it."""
@@ -47,13 +58,13 @@ class Admin:
         return await self._fulfil(request, Wish.FORK, await self._source(request))
 
     async def peers(self, request: web.Request) -> web.Response:
-        return _json(await self._operator().peers())
+        return answered(await self._operator().peers())
 
     async def cluster(self, request: web.Request) -> web.Response:
         lookout = self._service.node.lookout
         if lookout is None:
             raise not_ready("the models are not known yet")
-        return _json(await lookout.around())
+        return answered(await lookout.around())
 
     async def _fulfil(self, request: web.Request, wish: Wish, source: str | None) -> web.Response:
         name = request.match_info["model"]
@@ -66,17 +77,17 @@ class Admin:
             raise not_ready(reason)
         answer = await operator.ask(name, wish, source)
         if not answer.accepted:
-            return _told(request, 409, "conflict", answer.why, operator, name)
+            return told(request, 409, "conflict", answer.why, operator.model(name))
         end = await operator.until(name, wish, wait_s) if wait_s else None
         if end is End.MISSED:
             why = _missed(operator, name, wish)
-            return _told(request, 409, "conflict", why, operator, name)
+            return told(request, 409, "conflict", why, operator.model(name))
         if end is End.LATE:
             why = f"{name} is {operator.model(name).stage} and still on its way after {wait_s:g} s"
-            return _told(request, 504, "timeout", why, operator, name)
+            return told(request, 504, "timeout", why, operator.model(name))
         why = _reached(operator, name, wish) if end is End.REACHED else answer.why
         done = operator.fulfilled(name, wish)
-        return _json(Wished(model=name, why=why, state=operator.model(name)), 200 if done else 202)
+        return answered(Wished(model=name, why=why, state=operator.model(name)), 200 if done else 202)
 
     async def _source(self, request: web.Request) -> str | None:
         raw = await self._service.read(request)
@@ -94,7 +105,7 @@ class Admin:
                 survey = await operator.survey()
         except TimeoutError:
             raise not_ready("the device thread is busy; its pages cannot be looked at") from None
-        return _json(await self._service.on_thread(lambda: operator.memory(survey)))
+        return answered(await self._service.on_thread(lambda: operator.memory(survey)))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         limits = self._service.limits
@@ -156,14 +167,14 @@ def _wait_s(request: web.Request) -> float:
     return wait_s
 
 
-def _told(request: web.Request, status: int, code: str, why: str, operator: Operator, name: str) -> web.Response:
-    """An error with the model's state in it."""
+def told(request: web.Request, status: int, code: str, why: str, state: State = UNSET) -> web.Response:
+    """A wish that was not fulfilled; state is the model's, where it was for one."""
     request[CODE] = code
     details = AdminErrorDetails(
         message=why, type="invalid_request_error" if status < 500 else "server_error", param=None, code=code,
-        state=operator.model(name),
+        state=state,
     )  # fmt: skip
-    response = _json(AdminError(error=details), status)
+    response = answered(AdminError(error=details), status)
     # Asking again helps whoever waits, but at once it does not help: clients that retry on 409 would only repeat it.
     response.headers["x-should-retry"] = "false"
     return response
@@ -177,5 +188,5 @@ def _failure(refused: Refused) -> bytes:
     return b"data: %b\n\n%b" % (msgspec.json.encode(reply.error_body(refused)), reply.DONE)
 
 
-def _json(value: msgspec.Struct, status: int = 200) -> web.Response:
+def answered(value: msgspec.Struct, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
 from aiohttp import web
 
-from janus_server.api.admin import AdminError, AdminErrorDetails
+from janus_server.api.admin import AdminError
 from janus_server.api.nodes import NodeDuty
 from janus_server.api.openapi import About, Access
 from janus_server.duty import Assigned, Duty
 from janus_server.errors import Refused
-from janus_server.http.edge import CODE
+from janus_server.http.admin import answered, told
 from janus_server.http.routes import Routes
 from janus_server.http.service import Service, not_ready
 
@@ -46,12 +45,8 @@ class Nodes:
         node = request.match_info["node"]
         answer = await operator.ask_leader(Assigned(node, duty))
         if answer.accepted:
-            return _json(NodeDuty(node=node, duty=duty.value, why=answer.why))
-        request[CODE] = "conflict"
-        details = AdminErrorDetails(message=answer.why, type="invalid_request_error", param=None, code="conflict")
-        response = _json(AdminError(error=details), 409)
-        response.headers["x-should-retry"] = "false"
-        return response
+            return answered(NodeDuty(node=node, duty=duty.value, why=answer.why))
+        return told(request, 409, "conflict", answer.why)
 
 
 def add_nodes(routes: Routes, handlers: Nodes) -> None:
@@ -67,7 +62,3 @@ def add_nodes(routes: Routes, handlers: Nodes) -> None:
         tag="admin", summary="Use a node again that was emptied, or is being so",
         answer=NodeDuty, error=AdminError, statuses=(409,), access=Access.ADMIN,
     ))  # fmt: skip
-
-
-def _json(value: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -1,10 +1,10 @@
 """A plan made better by what is cached where: prompts move to devices on which less of them is to be computed. Pure.
 
 `dispatch` plans with one processing time for a job, the same on every machine, which is what its guarantee is about.
-Here some machines do some jobs faster. `nearer` starts from such a plan and moves one job at a time, only where no
-fewer jobs are on time afterwards and the job itself, and the jobs of both lanes together, are done earlier. So what a
-plan keeps of the most that is possible without any cache, it still keeps; of what would be possible with the caches
-it may keep less.
+Here some machines do some jobs faster. `nearer` starts from such a plan and moves one job at a time, only where the job
+itself is done earlier, and either more jobs are on time afterwards, or as many are and the jobs of both lanes together
+are done earlier. So what a plan keeps of the most that is possible without any cache, it still keeps; of what would be
+possible with the caches it may keep less.
 """
 
 from __future__ import annotations

@@ -119,11 +119,17 @@ class _Search:
         return pages_needed([*stay, self._rooms[node].models[model]]) <= self._rooms[node].pool_pages
 
     def _enough(self, model: str, node: str) -> Iterator[tuple[str, ...]]:
-        """Models that others serve too and that make room together, none of them for nothing."""
+        """Models that others serve too and that make room together, none of them for nothing. What is tried in vain
+        counts too: of twenty there are a million choices."""
         spare = [name for name, belief in self._held[node].items() if self._spare(belief)]
+        if not self._fits(model, node, spare):
+            return
         found: list[set[str]] = []
         for count in range(1, len(spare) + 1):
             for names in itertools.combinations(spare, count):
+                self._left -= 1
+                if self._left < 0:
+                    return
                 if not any(one <= set(names) for one in found) and self._fits(model, node, names):
                     found.append(set(names))
                     yield names

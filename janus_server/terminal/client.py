@@ -1,7 +1,8 @@
 """The admin routes of a running server as terminal commands call them: which key is sent where, and what went wrong.
 
-`models` and `memory` use it. The key is JANUS_ADMIN_KEY where that is set; else the one that a server on this machine
-left for its own user, which is sent to that server's own address and nowhere else. It knows nothing of the engine.
+Every command that calls them uses it. The key is JANUS_ADMIN_KEY where that is set; else the one that a server on this
+machine left for its own user, which is sent to that server's own address and nowhere else. It knows nothing of the
+engine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from yarl import URL
 
 from janus_server import localkey
 from janus_server.api.admin import AdminError, ModelEvent
+from janus_server.units import format_seconds
 
 T = TypeVar("T")
 
+# A node answers in one second however others are, and waits some seconds for a leader.
+ANSWER_S: Final = 5.0
 # What a broken, foreign or absent server can raise: a host label too long is a UnicodeError.
 _NO_ANSWER: Final = (
     aiohttp.ClientError, UnicodeError, aiohttp.http.HttpProcessingError, TimeoutError, msgspec.MsgspecError,
@@ -74,14 +78,16 @@ def target(url: str, key: str | None, folders: Sequence[Path]) -> Target:
 
 
 class Client:
-    """Calls of one server; enter it with `async with`. Every trouble is a `Failed`."""
+    """Calls of one server; enter it with `async with`. Every trouble is a `Failed`. within_s bounds each call; without
+    it a server may take its time, as it does with what it is asked to wait for."""
 
-    def __init__(self, server: Target) -> None:
+    def __init__(self, server: Target, within_s: float | None = None) -> None:
         self._server = server
+        self._within_s = within_s
 
     async def __aenter__(self) -> Client:
         headers = {"Authorization": f"Bearer {self._server.key}"} if self._server.key else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        timeout = aiohttp.ClientTimeout(total=self._within_s, sock_connect=5)
         self._http = aiohttp.ClientSession(timeout=timeout, headers=headers, read_bufsize=1 << 20)
         return self
 
@@ -133,6 +139,8 @@ class Client:
         url = self._server.url
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return Failed(f"no server answers at {url}; start one with: janus serve")
+        if isinstance(error, TimeoutError) and self._within_s is not None:
+            return Failed(f"{url} has not answered for {format_seconds(self._within_s)}")
         return Failed(f"{url} does not answer like a Janus server ({type(error).__name__}: {printable(str(error))})")
 
 

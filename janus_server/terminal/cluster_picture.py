@@ -11,11 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from janus_server.api.cluster import ApplicationView, ClusterView, Decision, LeaderView, ModelView, NodeView
-from janus_server.cluster.sight import where_served
+from janus_server.api.cluster import (
+    ApplicationView,
+    ClusterView,
+    Decision,
+    LeaderView,
+    ModelView,
+    NodeView,
+    leads_of,
+    where_served,
+)
 from janus_server.terminal.client import plain, printable
 from janus_server.terminal.course import Course, Sum, quantile, total
-from janus_server.terminal.memory import COLOURS, Line, Span
+from janus_server.terminal.lines import COLOURS, Line, Span
 from janus_server.units import format_seconds
 
 _BAR: Final = 40
@@ -27,8 +35,7 @@ class Marks:
     """The letter and the colour of each model."""
 
     def __init__(self, view: ClusterView) -> None:
-        names = sorted({one.model for node in view.nodes for one in node.models})
-        self._index = {name: i for i, name in enumerate(names)}
+        self._index = {name: i for i, name in enumerate(sorted(where_served(view)))}
 
     def letter(self, model: str) -> str:
         return string.ascii_uppercase[self._index[model] % 26]
@@ -39,7 +46,7 @@ class Marks:
 
 def drawing(view: ClusterView, course: Course, columns: int, decisions: int, stale: str = "") -> list[Line]:
     """All of it; stale says why it is old."""
-    marks, leads = Marks(view), _leads(view)
+    marks, leads = Marks(view), leads_of(view)
     lines: list[Line] = [_head(view, course)]
     if stale:
         lines.append((Span(stale, "bold red"),))
@@ -52,10 +59,6 @@ def drawing(view: ClusterView, course: Course, columns: int, decisions: int, sta
         lines += [(), (Span("LAST DECISIONS", "bold"),)]
         lines += [_decision(one, columns) for one in leads.decisions[-decisions:]]
     return lines
-
-
-def _leads(view: ClusterView) -> LeaderView | None:
-    return next((node.leads for node in view.nodes if node.leads is not None), None)
 
 
 def _head(view: ClusterView, course: Course) -> Line:
@@ -210,7 +213,7 @@ def promised(one: ApplicationView) -> str:
              for name, time_s in (("TTFT", one.ttft_s), ("TPOT", one.tpot_s)) if time_s is not None]  # fmt: skip
     if not parts:
         return "-"
-    return (f"{one.attain:.3g} in " if one.attain is not None else "") + ", ".join(parts)
+    return (f"{100 * one.attain:.6g} % in " if one.attain is not None else "") + ", ".join(parts)
 
 
 def _decision(one: Decision, columns: int) -> Line:

@@ -73,21 +73,28 @@ def since(before: NodeView, now: NodeView) -> list[ApplicationView]:
 
 
 def less(now: ApplicationView, before: ApplicationView | None) -> ApplicationView:
+    """Nothing where any count fell: another process counts there, and what it counted when is not known."""
     if before is None:
         return now
-    counts = {name: max(0, getattr(now, name) - getattr(before, name)) for name in _COUNTS}
-    spreads = {name: _less(getattr(now, name), getattr(before, name)) for name in ("ttft", "tpot")}
-    return msgspec.structs.replace(now, **counts, **spreads)
+    counts = {name: getattr(now, name) - getattr(before, name) for name in _COUNTS}
+    ttft, tpot = _less(now.ttft, before.ttft), _less(now.tpot, before.tpot)
+    if ttft is None or tpot is None or min(counts.values()) < 0:
+        counts, ttft, tpot = dict.fromkeys(_COUNTS, 0), _none(now.ttft), _none(now.tpot)
+    return msgspec.structs.replace(now, **counts, ttft=ttft, tpot=tpot)
 
 
-_COUNTS: Final = ("requests", "failed", "ended", "met_ttft", "met_tpot", "attained")
+_COUNTS: Final = ("requests", "failed", "ended", "attained")
 
 
-def _less(now: Spread, before: Spread) -> Spread:
+def _less(now: Spread, before: Spread) -> Spread | None:
     if now.bounds_s != before.bounds_s:
-        return now
-    counts = [max(0, new - old) for new, old in zip(now.counts, before.counts, strict=True)]
-    return Spread(bounds_s=now.bounds_s, counts=counts, sum_s=max(0.0, now.sum_s - before.sum_s))
+        return None
+    counts = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
+    return None if min(counts) < 0 else Spread(bounds_s=now.bounds_s, counts=counts)
+
+
+def _none(like: Spread) -> Spread:
+    return Spread(bounds_s=like.bounds_s, counts=[0] * len(like.counts))
 
 
 def total(views: Iterable[ApplicationView]) -> dict[str, Sum]:
@@ -108,7 +115,7 @@ def _both(one: Spread | None, other: Spread) -> Spread:
     if one is None or one.bounds_s != other.bounds_s:
         return other if one is None else one
     counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
-    return Spread(bounds_s=one.bounds_s, counts=counts, sum_s=one.sum_s + other.sum_s)
+    return Spread(bounds_s=one.bounds_s, counts=counts)
 
 
 def quantile(spread: Spread | None, share: float) -> float | None:

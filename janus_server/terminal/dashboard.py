@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from janus_server.api.cluster import ClusterView
-from janus_server.terminal.client import Client, Failed, Target, target
+from janus_server.terminal.client import Failed, Target, target
+from janus_server.terminal.status import look
 
 
 class DashboardOptions(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class DashboardOptions(msgspec.Struct, frozen=True):
 def run(options: DashboardOptions) -> int:
     try:
         server = target(options.url, options.key, options.folders)
-        asyncio.run(_look(server))
+        asyncio.run(look(server))  # whether the key opens it: better said here than in the browser
     except Failed as error:
         print(f"janus: {error}", file=sys.stderr)
         return 1
@@ -43,9 +43,3 @@ def address(server: Target) -> str:
     """Where a browser finds it, the key behind the #."""
     page = str(server.url.with_path("/dashboard"))
     return page if server.key is None else f"{page}#key={quote(server.key, safe='')}"
-
-
-async def _look(server: Target) -> None:
-    """Whether the key opens it: better said here than in the browser."""
-    async with Client(server) as client:
-        await client.get("/admin/cluster", ClusterView)

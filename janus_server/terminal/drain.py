@@ -1,7 +1,7 @@
 """`janus drain NODE`: has a node of a running cluster emptied, so that it can be stopped; `--undo` uses it again.
 
-Called by `cli`. It speaks HTTP only, to any node: what it is told stands in the leader's answer, how far it is in the
-picture of the cluster. With `--wait` it stays until nothing is up there any more.
+Called by `cli_admin`. It speaks HTTP only, to any node: what it is told stands in the leader's answer, how far it is in the
+picture of the cluster. With `--wait` it stays until nothing is up there any more, or there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from janus_server.api.cluster import ClusterView, NodeView
+from janus_server.api.cluster import ClusterView, NodeView, leads_of
 from janus_server.api.nodes import NodeDuty
-from janus_server.terminal.client import Client, Failed, Target, printable, target
+from janus_server.terminal.client import ANSWER_S, Client, Failed, Target, printable, target
+from janus_server.terminal.status import look
 from janus_server.units import format_seconds
 
 _LOOK_S: Final = 0.5
@@ -52,51 +53,82 @@ def run(options: DrainOptions) -> int:
 
 
 async def _run(server: Target, options: DrainOptions) -> None:
-    async with Client(server) as client:
-        said = await _ask(client, options)
-        print(said, flush=True)
-        if options.wait and not options.undo:
-            await _wait(client, options, said)
+    waits = options.wait and not options.undo
+    term = (await look(server)).term if waits else 0
+    said = await _ask(server, options)
+    print(said, flush=True)
+    if waits and said != empty(options.node):
+        await _wait(server, options, Sights(options.node, term))
 
 
-async def _ask(client: Client, options: DrainOptions) -> str:
+async def _ask(server: Target, options: DrainOptions) -> str:
     verb = "serve" if options.undo else "drain"
     query = {"force": "true"} if options.force and not options.undo else {}
     path = f"/admin/nodes/{quote(options.node, safe='')}/{verb}"
-    return printable((await client.post(path, query, NodeDuty)).why)
+    async with Client(server, ANSWER_S) as client:
+        return printable((await client.post(path, query, NodeDuty)).why)
 
 
-async def _wait(client: Client, options: DrainOptions, said: str) -> None:
-    """Until the node is empty, a line for each change. A leader that knows nothing of it is told again."""
+async def _wait(server: Target, options: DrainOptions, sights: Sights) -> None:
+    """Until the node is empty, a line for each change."""
     until_s, heard_s = time.monotonic() + options.timeout_s, time.monotonic()
-    empty = f"{printable(options.node)} is empty: it can be stopped"
-    while said != empty:
+    said = ""
+    while said != empty(options.node):
         if time.monotonic() > until_s:
             raise Failed(f"{printable(options.node)} is not empty after {format_seconds(options.timeout_s)}")
         await asyncio.sleep(_LOOK_S)
         try:
-            now = await _look(client, options, empty)
+            view = await look(server)
+            if sights.forgotten(view):
+                await _ask(server, options)
+                sights.asked(view.term)
             heard_s = time.monotonic()
         except Failed:
             if time.monotonic() - heard_s > _SILENCE_S:
                 raise
             continue
-        if now != said:
+        now = sights.see(view)
+        if now and now != said:
             said = now
             print(said, flush=True)
 
 
-async def _look(client: Client, options: DrainOptions, empty: str) -> str:
-    view = await client.get("/admin/cluster", ClusterView)
-    node = next((one for one in view.nodes if one.node == options.node), None)
-    if node is None:
-        return f"{printable(options.node)} is gone"
-    leads = next((one.leads for one in view.nodes if one.node == view.leader), None)
-    if leads is not None and options.node not in leads.draining:
-        return await _ask(client, options)
-    if node.trouble is not None:
-        return f"{printable(options.node)}: {printable(node.trouble)}"
-    return _left(node) or empty
+class Sights:
+    """What is seen of a node after the leader of a term was asked to empty it."""
+
+    def __init__(self, node: str, term: int) -> None:
+        self._node = node
+        self.asked(term)
+
+    def asked(self, term: int) -> None:
+        self._term = term
+        self._known = False
+
+    def forgotten(self, view: ClusterView) -> bool:
+        """Somebody else leads and knows nothing of it: that one is to be asked again. Another who used the node again,
+        or started it again, is not overruled."""
+        leads = leads_of(view)
+        return leads is not None and view.term != self._term and self._node not in leads.draining
+
+    def see(self, view: ClusterView) -> str:
+        """How far it is, "" where that cannot be said now. Failed where there is nothing to wait for."""
+        name, leads = printable(self._node), leads_of(view)
+        node = next((one for one in view.nodes if one.node == self._node), None)
+        if node is None:
+            raise Failed(f"{name} is gone")
+        if leads is None:
+            return ""
+        if self._node in leads.draining:
+            self._term, self._known = view.term, True
+        elif self._known and view.term == self._term:
+            raise Failed(f"{name} is not being emptied any more: it was started again, or somebody uses it again")
+        if node.trouble is not None:
+            return f"{name}: {printable(node.trouble)}"
+        return empty(self._node) if node.empty and self._known else _left(node)
+
+
+def empty(node: str) -> str:
+    return f"{printable(node)} is empty: it can be stopped"
 
 
 def _left(node: NodeView) -> str:

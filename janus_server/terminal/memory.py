@@ -13,22 +13,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from janus_server.api.admin import MemoryMap, PageRun
 from janus_server.terminal.client import Client, Failed, Target, plain, printable, target
+from janus_server.terminal.lines import COLOURS, Line, Span, rich_of, show
 from janus_server.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _ROWS = 16
 _MOST_COLUMNS = 96
 _FREE, _SCRATCH = "·", "#"
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow",
-            "bright_green", "bright_blue", "bright_red")  # fmt: skip
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):
@@ -43,16 +38,6 @@ class MemoryOptions(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"MemoryOptions({self.url})"
-
-
-class Span(msgspec.Struct, frozen=True):
-    """A piece of a line; style is rich's, "" for none."""
-
-    text: str
-    style: str = ""
-
-
-Line = tuple[Span, ...]
 
 
 def run(options: MemoryOptions) -> int:
@@ -76,14 +61,8 @@ async def _map(server: Target) -> MemoryMap:
 def _print(found: MemoryMap, options: MemoryOptions) -> None:
     if options.as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-        return
-    lines = drawing(found, _columns())
-    if not sys.stdout.isatty():
-        print(text_of(lines))
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(rich_of(lines), soft_wrap=True)
+    else:
+        show(drawing(found, _columns()))
 
 
 def _watch(server: Target, options: MemoryOptions) -> None:
@@ -163,10 +142,6 @@ def shown(runs: Sequence[PageRun], per_cell: int) -> list[PageRun]:
     return cells
 
 
-def text_of(lines: Sequence[Line]) -> str:
-    return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
-
-
 def _most(counts: dict[tuple[str | None, str], int], first: int) -> PageRun:
     (model, kind), count = max(counts.items(), key=lambda one: one[1])
     return msgspec.convert([first, count, model, kind], PageRun)
@@ -215,15 +190,3 @@ def _legend(found: MemoryMap, letters: dict[str, str], colours: dict[str, str]) 
 
 def _pages(count: int) -> str:
     return f"{count} page{'' if count == 1 else 's'}"
-
-
-def rich_of(lines: Sequence[Line]) -> Text:
-    from rich.text import Text
-
-    text = Text()
-    for i, line in enumerate(lines):
-        for span in line:
-            text.append(span.text, span.style or None)
-        if i + 1 < len(lines):
-            text.append("\n")
-    return text

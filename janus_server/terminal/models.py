@@ -17,8 +17,7 @@ from typing import Final
 import msgspec
 
 from janus_server.api.admin import ForkBody, ManagedList, ManagedModel, ModelEvent, PeerList, Wished
-from janus_server.api.cluster import ClusterView
-from janus_server.cluster.sight import where_served
+from janus_server.api.cluster import ClusterView, leads_of, where_served
 from janus_server.orders import Wish
 from janus_server.suggest import nearest
 from janus_server.terminal.client import Client, Events, Failed, Target, plain, printable, target, wish_path
@@ -168,7 +167,7 @@ def led(one: ManagedModel, view: ClusterView) -> ManagedModel:
     here = next(
         (m for node in view.nodes if node.node == view.asked for m in node.models if m.model == one.model), None
     )
-    leads = next((node.leads for node in view.nodes if node.leads is not None), None)
+    leads = leads_of(view)
     if here is None or leads is None:
         return one
     return msgspec.structs.replace(

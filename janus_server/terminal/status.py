@@ -18,16 +18,14 @@ import msgspec
 from yarl import URL
 
 from janus_server.api.cluster import ClusterView
-from janus_server.terminal.client import Client, Failed, Target, printable, target
+from janus_server.terminal.client import ANSWER_S, Client, Failed, Target, printable, target
 from janus_server.terminal.cluster_picture import drawing
 from janus_server.terminal.course import Course
-from janus_server.terminal.memory import Line, rich_of, text_of
+from janus_server.terminal.lines import rich_of, show
 from janus_server.units import format_seconds
 
 # Lines of decisions where there is no screen that they could fill.
 _DECISIONS: Final = 10
-# A node answers in one second however others are.
-_ANSWER_S: Final = 5.0
 
 
 class StatusOptions(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ def run(options: StatusOptions) -> int:
         if options.as_json:
             print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
         elif options.once or not sys.stdout.isatty():
-            _print(drawing(view, Course(), _columns(), _DECISIONS))
+            show(drawing(view, Course(), _columns(), _DECISIONS))
         else:
             _live(Watched(options, view))
         return 0
@@ -62,11 +60,9 @@ def run(options: StatusOptions) -> int:
 
 
 async def look(server: Target) -> ClusterView:
-    try:
-        async with asyncio.timeout(_ANSWER_S), Client(server) as client:
-            return await client.get("/admin/cluster", ClusterView)
-    except TimeoutError:
-        raise Failed(f"{server.url} has not answered for {format_seconds(_ANSWER_S)}") from None
+    """The cluster as that node sees it; it says so within `ANSWER_S`, or it has failed."""
+    async with Client(server, ANSWER_S) as client:
+        return await client.get("/admin/cluster", ClusterView)
 
 
 class Watched:
@@ -105,15 +101,6 @@ def other_url(view: ClusterView, url: str) -> str:
     ]
     here = str(now.origin())
     return found[(found.index(here) + 1) % len(found)] if here in found else found[0] if found else url
-
-
-def _print(lines: list[Line]) -> None:
-    if not sys.stdout.isatty():
-        print(text_of(lines))
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(rich_of(lines), soft_wrap=True)
 
 
 def _live(watched: Watched) -> None:

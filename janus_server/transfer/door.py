@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import logging
+import math
 import socket
 import ssl
 import threading
@@ -49,7 +50,6 @@ from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import granted_of, holding_of, lasts_s
 from janus_server.wire.doorman import Doorman
 from janus_server.wire.handshake import Identity, Secret
-from janus_server.wire.trouble import Trouble
 
 log = logging.getLogger("janus.transfer")
 
@@ -60,6 +60,8 @@ MOST_STRANGERS: Final = 32
 # A line that reads nothing: its reader computes or sleeps in between. Its grants end by themselves.
 _IDLE_S: Final = 60.0
 _PAUSE_S: Final = 0.1
+# That it is crowded here is said so often.
+_SAY_S: Final = 15.0
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -96,6 +98,7 @@ class Door:
         self._slab = pages.memory.slab.data.toreadonly()
         self._loop = asyncio.get_running_loop()
         self._doorman, self._failing = Doorman(), threading.Lock()
+        self._crowded_s = -math.inf
         self._strangers: set[threading.Thread] = set()
         self._threads: dict[threading.Thread, socket.socket] = {}
         listening.setblocking(False)
@@ -123,14 +126,14 @@ class Door:
     async def _accept(self) -> None:
         while True:
             try:
-                connection, _ = await self._loop.sock_accept(self._listening)
+                connection, address = await self._loop.sock_accept(self._listening)
             except OSError as error:  # out of descriptors, or a peer that left at once
                 log.warning("a node of another host could not be accepted: %s", error.strerror)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if len(self._threads) >= MOST_LINES or len(self._strangers) >= MOST_STRANGERS:
-                log.warning("a node of another host was sent away: %d others are here", len(self._threads))
                 connection.close()
+                self._say_crowded()
                 continue
             if self._tls is not None:  # its handshake is the thread's
                 try:
@@ -138,22 +141,36 @@ class Door:
                 except (OSError, ValueError):  # it left at once
                     connection.close()
                     continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="janus-door", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(connection, str(address[0])), name="janus-door", daemon=True
+            )
             self._threads[thread] = connection
             self._strangers.add(thread)
             thread.start()
 
+    def _say_crowded(self) -> None:
+        now = time.monotonic()
+        if now - self._crowded_s >= _SAY_S:
+            self._crowded_s = now
+            log.warning("nodes of other hosts are sent away: %d are here", len(self._threads))
+
     # On a thread for each connection
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, address: str) -> None:
         me = threading.current_thread()
+        peer: Identity | None = None
         try:
             line = self._let_in(connection)
-            peer = self._met(line)
+            peer = answered(line, self._me, self._secret, self._certificate, self._knock_s)
             self._strangers.discard(me)
+            with self._failing:
+                self._doorman.proved(address, peer.node)
             self._answer(line, peer)
         except PeerTrouble as trouble:
-            log.info("left a node of another host: %s", trouble)
+            if peer is None:
+                self._log_stranger(address, trouble)
+            else:
+                log.info("left a node of another host: %s", trouble)
         finally:
             self._strangers.discard(me)
             connection.close()
@@ -168,25 +185,18 @@ class Door:
                 raise PeerTrouble("its TLS certificate is not one that this node trusts, or it has none") from None
         return Line(connection)
 
-    def _met(self, line: Line) -> Identity:
-        try:
-            return answered(line, self._me, self._secret, self._certificate, self._knock_s)
-        except Refused as refused:
-            self._log_refused(line.address, refused)
-            raise
-
-    def _log_refused(self, address: str, refused: Refused) -> None:
+    def _log_stranger(self, address: str, trouble: PeerTrouble) -> None:
         """One that tries again and again is not logged again and again."""
-        now = time.monotonic()
+        now, name = time.monotonic(), trouble.name if isinstance(trouble, Refused) else ""
         with self._failing:
-            quiet = self._doorman.wait_s(address, refused.name, now) > 0
-            if refused.why is Trouble.SECRET:
-                self._doorman.failed(address, refused.name, now)
-        if not quiet:
+            if self._doorman.wait_s(address, name, now) > 0:
+                return
+            self._doorman.failed(address, name, now)
+        if isinstance(trouble, Refused):
             # A name is of letters, digits, dots and dashes: nothing else is read as one.
-            log.warning(
-                "a node that says it is %s may not read here: %s", refused.name or "(none)", refused.why.sentence
-            )
+            log.warning("a node that says it is %s may not read here: %s", name or "(none)", trouble.why.sentence)
+        else:
+            log.info("left a stranger: %s", trouble)
 
     def _answer(self, line: Line, peer: Identity) -> None:
         """Questions of a peer that is known, until it leaves. The grant that it asked for here ends with the line."""

@@ -46,10 +46,6 @@ class PeerTrouble(Exception):
         self.absent = absent
 
 
-class Stalled(PeerTrouble):
-    """A peer whose host may live, but from which nothing comes any more."""
-
-
 class Denial(enum.Enum):
     """Why a source does not let its weights be read."""
 

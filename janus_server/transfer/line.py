@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from janus_server.kv.move import Stopped
-from janus_server.transfer.frames import HEADER, VERSION, Answer, PeerTrouble, Question, Stalled
+from janus_server.transfer.frames import HEADER, VERSION, Answer, PeerTrouble, Question
 
 T = TypeVar("T")
 
@@ -56,14 +56,6 @@ class Line:
         """The one that the other end showed, in DER form."""
         return self._socket.getpeercert(binary_form=True) if isinstance(self._socket, ssl.SSLSocket) else None
 
-    @property
-    def address(self) -> str:
-        """Where the other end is."""
-        try:
-            return str(self._socket.getpeername()[0])
-        except OSError:
-            return ""
-
     def cut(self) -> None:
         """End whatever waits on it, with PeerTrouble. Any thread."""
         with contextlib.suppress(OSError):
@@ -82,7 +74,7 @@ class Line:
         self, decoder: msgspec.msgpack.Decoder[T], most_bytes: int, limit_s: float,
         may_go: Callable[[], bool] = always,
     ) -> T:  # fmt: skip
-        """The next frame, which is whole within limit_s, else Stalled. Raises Stopped where it may not go on."""
+        """The next frame, which is whole within limit_s, else PeerTrouble. Raises Stopped where it may not go on."""
         try:
             return decoder.decode(self.receive_body(most_bytes, limit_s, may_go))
         # Nesting without end is a RecursionError, text that is no UTF-8 a ValueError.
@@ -109,7 +101,7 @@ class Line:
                     raise Stopped
                 got += self._take(view[got:])
                 if got < count and time.monotonic() >= until_s:
-                    raise Stalled("the peer did not answer in time")
+                    raise PeerTrouble("the peer did not answer in time")
         return data
 
     # Pages
@@ -131,7 +123,7 @@ class Line:
             moved_s = _moved(sent, moved_s, stall_s)
 
     def receive_pages(self, into: memoryview, stall_s: float, may_go: Callable[[], bool]) -> None:
-        """Fill `into`. Raises Stopped; Stalled where nothing came for stall_s."""
+        """Fill `into`. Raises Stopped; PeerTrouble where nothing came for stall_s."""
         got, moved_s = 0, time.monotonic()
         while got < len(into):
             if not may_go():
@@ -166,10 +158,10 @@ class Line:
 
 
 def _moved(count: int, moved_s: float, stall_s: float) -> float:
-    """When bytes moved last; Stalled where that is too long ago."""
+    """When bytes moved last; PeerTrouble where that is too long ago."""
     now = time.monotonic()
     if count:
         return now
     if now - moved_s >= stall_s:
-        raise Stalled("the peer has sent and taken nothing for too long")
+        raise PeerTrouble("the peer has sent and taken nothing for too long")
     return moved_s

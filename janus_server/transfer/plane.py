@@ -81,18 +81,9 @@ def register(memory: CpuMemory) -> Handle:
     return Handle(memory.read_only(), memory.n_pages * memory.page_bytes)
 
 
-def pull(handle: Handle, pieces: Sequence[Piece], into: np.ndarray, pace: Pace) -> None:
-    """Fill flat uint8 `into` from the region. Raises Stopped between two pieces, OSError for a region that is not safe
-    to map. Nothing is written after it has returned or raised."""
-    region = attach(handle, pieces)
-    try:
-        copy_from(region, pieces, [into[p.target : p.target + p.size_bytes] for p in pieces], pace)
-    finally:
-        region.close()
-
-
 def attach(handle: Handle, pieces: Sequence[Piece]) -> PeerMemory:
-    """The region, mapped, with the pieces' pages looked up: copying them meets no page fault. The caller closes it."""
+    """The region, mapped, with the pieces' pages looked up: copying them meets no page fault. The caller closes it.
+    OSError for a region that is not safe to map."""
     region = PeerMemory(handle.fd, handle.size_bytes)
     for piece in pieces:
         region.look_up(piece.source, piece.size_bytes)
@@ -107,5 +98,6 @@ def copy_from(
     copy: Copy = np.copyto,
     threads: int = 1,
 ) -> None:
-    """Fill `into`, parts of flat uint8, with the pieces of an attached region, in their order. Raises Stopped."""
+    """Fill `into`, parts of flat uint8, with the pieces of an attached region, in their order. Raises Stopped
+    between two pieces. Nothing is written after it has returned or raised."""
     move(into, [region.slab[p.source : p.source + p.size_bytes] for p in pieces], pace, copy, threads)

@@ -52,7 +52,7 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pull:
-    """A grant being used: `fill`, or both its halves, then `confirm`, each once."""
+    """A grant being used: `attach`, `copy` and `verify`, or `fill_parts`, then `confirm`, each once."""
 
     def __init__(self, way: Way, granted: Granted, ends_s: float, peering: Peering) -> None:
         self.digest = granted.digest
@@ -62,14 +62,9 @@ class Pull:
         self._ends_s = ends_s
         self._peering = peering
 
-    def fill(self, target: np.ndarray, pace: Pace) -> None:
-        """`attach`, `copy`, `verify`."""
-        self.attach()
-        self.copy([target], pace)
-        self.verify(target)
-
     def fill_parts(self, parts: Sequence[np.ndarray], pace: Pace) -> None:
-        """The same for pages that are no window, given one by one, with the digest of `kv/move.sampled_digest_of`."""
+        """All three, for pages that are no window, given one by one, with the digest of `kv/move.sampled_digest_of`. On a
+        copy thread."""
         self.attach()
         self.copy(parts, pace)
         if sampled_digest_of(parts) != self.digest:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transfer_peers import fill
 
 from janus_server.cluster.freight import Known
 from janus_server.kv.move import Pace, sampled_digest
@@ -146,7 +147,7 @@ async def pulled(peering: Peering, size: int, pace: Pace = FREE, **change: Any) 
     """The model, with a margin of nines around it that stays."""
     around = np.full(size + 128, 9, np.uint8)
     async with pulling(peering, "source", want(size, **change)) as pull:
-        await asyncio.to_thread(pull.fill, around[64 : 64 + size], pace)
+        await asyncio.to_thread(fill, pull, around[64 : 64 + size], pace)
         await pull.confirm()
     assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {9}
     return around[64 : 64 + size]

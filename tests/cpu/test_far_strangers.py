@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from far_peers import FREE, PAGE, SECRET, dialler, pulled, reader, source, until, want
 from test_far_transfer import SIZE, ask, asking, tls, with_line  # noqa: F401
-from transfer_peers import frame, served
+from transfer_peers import fill, frame, served
 
 from janus_server.kv.move import Pace, Stopped
 from janus_server.transfer.door import MOST_STRANGERS
@@ -38,7 +38,6 @@ from janus_server.transfer.frames import (
     Release,
     Run,
     Sending,
-    Stalled,
     Valid,
 )
 from janus_server.transfer.line import Line
@@ -71,16 +70,36 @@ def address(endpoint: str) -> tuple[str, int]:
 async def test_who_does_not_belong_here_is_refused_and_others_are_served(
     who: dict[str, str], why: Trouble | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     async with source(SIZE) as one:
         for _ in range(12):
             with pytest.raises(Refused) as refused:
                 await asyncio.to_thread(dialler(one.endpoint, **who), 2.0)
             assert why is None or refused.value.why is why
         await until(lambda: one.door.lines == 0)
-        told = [line for line in caplog.messages if "may not read here" in line]
-        assert why is not Trouble.SECRET or 0 < len(told) < 12, told
+        assert 0 < len(left(caplog)) < 12, caplog.messages
         assert SECRET not in caplog.text and SECRET[::-1] not in caplog.text
         assert np.array_equal(await pulled(reader(one.endpoint), SIZE), one.shelf.window)
+
+
+def left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "may not read here" in line or line.startswith("left a stranger")]
+
+
+async def test_who_has_proved_itself_is_spoken_of_again_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async with source(SIZE) as one:
+
+        async def fail() -> None:
+            with pytest.raises(Refused):
+                await asyncio.to_thread(dialler(one.endpoint, secret=SECRET[::-1]), 2.0)
+            await until(lambda: one.door.lines == 0)
+
+        for _ in range(12):
+            await fail()
+        before = len(left(caplog))
+        await pulled(reader(one.endpoint), SIZE)
+        await fail()
+        assert len(left(caplog)) == before + 1
 
 
 async def test_a_relay_of_another_doors_proof_is_worth_nothing() -> None:
@@ -136,15 +155,25 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("sent", GARBAGE, ids=range(len(GARBAGE)))
-async def test_strangers_that_send_garbage_or_nothing_are_left(sent: bytes, request: pytest.FixtureRequest) -> None:
+async def test_strangers_that_send_garbage_or_nothing_are_left(
+    sent: bytes, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     for files in (None, request.getfixturevalue("tls")):
         async with source(SIZE, files) as one:
+            caplog.clear()
             bad = socket.create_connection(address(one.endpoint))
             bad.sendall(sent)
             assert np.array_equal(await pulled(reader(one.endpoint, files), SIZE), one.shelf.window)
             await until(lambda: one.door.lines == 0)
             bad.close()
             assert one.shelf.grants.readers("m") == []
+            if sent:
+                for _ in range(12):
+                    with socket.create_connection(address(one.endpoint)) as bad:
+                        bad.sendall(sent)
+                await until(lambda: one.door.lines == 0)
+                assert 0 < len(left(caplog)) < 12, caplog.messages
 
 
 async def test_random_bytes_of_a_proved_peer_grant_nothing_more() -> None:
@@ -186,7 +215,7 @@ async def test_who_talks_out_of_turn_loses_the_grant(second: Any) -> None:
         await asyncio.to_thread(with_line, one.endpoint, play)
 
 
-async def test_a_crowd_of_strangers_is_bounded_and_passes() -> None:
+async def test_a_crowd_of_strangers_is_bounded_and_passes(caplog: pytest.LogCaptureFixture) -> None:
     async with source(SIZE) as one:
         crowd = [socket.create_connection(address(one.endpoint)) for _ in range(MOST_STRANGERS + 20)]
         most = 0
@@ -194,6 +223,7 @@ async def test_a_crowd_of_strangers_is_bounded_and_passes() -> None:
             most = max(most, one.door.lines)
             await asyncio.sleep(0.005)
         assert 0 < most <= MOST_STRANGERS
+        assert len([line for line in caplog.messages if "sent away" in line]) == 1
         await until(lambda: one.door.lines == 0)
         assert np.array_equal(await pulled(reader(one.endpoint), SIZE), one.shelf.window)
         for connection in crowd:
@@ -331,27 +361,27 @@ def _after(*answers: Any) -> Callable[[Line], Any]:
 
 
 @pytest.mark.parametrize(
-    ("answers", "kind", "words"),
+    ("answers", "words"),
     [
-        ((), Stalled, "in time"),
-        ((Denied(Denial.NO_GRANT),), PeerTrouble, "grant ended"),
-        ((Sending(SIZE - 1),), PeerTrouble, "out of turn"),
-        ((Sending(SIZE + 1),), PeerTrouble, "out of turn"),
-        ((Valid("g"),), PeerTrouble, "out of turn"),
-        ((b"\x00" * 100,), PeerTrouble, "another version"),
-        ((Sending(SIZE), b"x" * 1000), Stalled, "nothing for too long"),
-        ((Sending(SIZE), b"x" * 1000, None), PeerTrouble, "went away"),
-        ((Sending(SIZE), b"x" * SIZE), PeerTrouble, "not those"),
+        ((), "in time"),
+        ((Denied(Denial.NO_GRANT),), "grant ended"),
+        ((Sending(SIZE - 1),), "out of turn"),
+        ((Sending(SIZE + 1),), "out of turn"),
+        ((Valid("g"),), "out of turn"),
+        ((b"\x00" * 100,), "another version"),
+        ((Sending(SIZE), b"x" * 1000), "nothing for too long"),
+        ((Sending(SIZE), b"x" * 1000, None), "went away"),
+        ((Sending(SIZE), b"x" * SIZE), "not those"),
     ],
 )
 async def test_a_source_that_sends_other_than_it_was_asked_for_is_left(
-    answers: tuple[Any, ...], kind: type[PeerTrouble], words: str
+    answers: tuple[Any, ...], words: str
 ) -> None:
     with impostor(_after(*answers)) as endpoint:
         target = np.zeros(SIZE, np.uint8)
         async with pulling(reader(endpoint, stall_s=0.3), "source", want(SIZE)) as pull:
-            with pytest.raises(kind, match=words):
-                await asyncio.to_thread(pull.fill, target, FREE)
+            with pytest.raises(PeerTrouble, match=words):
+                await asyncio.to_thread(fill, pull, target, FREE)
 
 
 async def test_a_cancel_in_the_middle_of_a_piece_waits_for_nobody() -> None:
@@ -359,7 +389,7 @@ async def test_a_cancel_in_the_middle_of_a_piece_waits_for_nobody() -> None:
         goes = True
         async with pulling(reader(endpoint, stall_s=60.0), "source", want(SIZE)) as pull:
             pace = Pace(lambda done: None, lambda: goes)
-            copying = asyncio.create_task(asyncio.to_thread(pull.fill, np.zeros(SIZE, np.uint8), pace))
+            copying = asyncio.create_task(asyncio.to_thread(fill, pull, np.zeros(SIZE, np.uint8), pace))
             await asyncio.sleep(0.2)
             goes = False
             with pytest.raises(Stopped):
@@ -380,7 +410,7 @@ async def test_a_source_that_trickles_is_left_when_its_grant_ends() -> None:
     with impostor(play) as endpoint:
         async with pulling(reader(endpoint, stall_s=60.0), "source", want(SIZE)) as pull:
             with pytest.raises(PeerTrouble, match="grant ended"):
-                await asyncio.to_thread(pull.fill, np.zeros(SIZE, np.uint8), FREE)
+                await asyncio.to_thread(fill, pull, np.zeros(SIZE, np.uint8), FREE)
 
 
 def test_no_frame_can_ask_for_more_than_a_piece() -> None:

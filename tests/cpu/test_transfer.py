@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_peers import FREE, PAGE, PAGES, SIZE, asking, encoded, frame, impostor, pulled, raw, reader, served, until
+from transfer_peers import FREE, PAGE, PAGES, SIZE, asking, encoded, fill, frame, impostor, pulled, raw, reader, served, until
 
 from janus_server.errors import BadConfig
 from janus_server.kv.move import Pace, Stopped, sampled_digest
@@ -88,6 +88,12 @@ def test_memory_that_could_shrink_or_is_too_small_is_not_mapped() -> None:
     memory.close()
 
 
+def pull_from(handle: plane.Handle, pieces: list[plane.Piece], into: np.ndarray, pace: Pace) -> None:
+    region = plane.attach(handle, pieces)
+    plane.copy_from(region, pieces, [into[p.target : p.target + p.size_bytes] for p in pieces], pace)
+    region.close()
+
+
 @given(pages=st.permutations(range(8)).flatmap(lambda p: st.integers(1, 8).map(lambda n: tuple(p[:n]))), cut=st.data())
 def test_a_pull_puts_every_run_where_it_belongs_and_nothing_else(pages: tuple[int, ...], cut: st.DataObject) -> None:
     size = len(pages) * 4096 - cut.draw(st.integers(0, 4095))
@@ -100,7 +106,7 @@ def test_a_pull_puts_every_run_where_it_belongs_and_nothing_else(pages: tuple[in
     around = np.full(size + 128, 9, np.uint8)
     rate = cut.draw(st.sampled_from([None, 1e9, 1e5 * 8]))
     pace = Pace(lambda done: None, lambda: True, lambda: rate)
-    plane.pull(handle, pieces_of(granted, size), around[64 : 64 + size], pace)
+    pull_from(handle, pieces_of(granted, size), around[64 : 64 + size], pace)
     expected = np.concatenate([memory.slab[p * 4096 : (p + 1) * 4096] for p in pages])[:size]
     assert np.array_equal(around[64 : 64 + size], expected)
     assert set(around[:64].tolist()) == set(around[64 + size :].tolist()) == {9}
@@ -116,7 +122,7 @@ def test_a_stopped_pull_writes_nothing_more() -> None:
     seen: list[int] = []
     pace = Pace(seen.append, lambda: len(seen) < 3, lambda: 4096 / 0.05)
     with pytest.raises(Stopped):
-        plane.pull(handle, [plane.Piece(0, 0, 64 * 4096)], target, pace)
+        pull_from(handle, [plane.Piece(0, 0, 64 * 4096)], target, pace)
     assert seen == [4096, 8192, 12288]
     assert int(target.sum()) == 12288
     handle.close()
@@ -355,21 +361,21 @@ async def test_a_reader_that_stays_too_long_loses_its_grant(tmp_path: Path) -> N
     async with served(tmp_path / "run", grant_s=0.1) as source:
         target = np.zeros(SIZE, np.uint8)
         async with pulling(reader(tmp_path / "run"), "source", source.want) as pull:
-            await asyncio.to_thread(pull.fill, target, FREE)
+            await asyncio.to_thread(fill, pull, target, FREE)
             pull._ends_s += 60  # a reader whose clock went wrong
             await until(lambda: source.grants.readers("m") == [])
             with pytest.raises(PeerTrouble):
                 await pull.confirm()
         async with pulling(reader(tmp_path / "run", bytes_per_s=SIZE / 2), "source", source.want) as pull:
             with pytest.raises(PeerTrouble, match="grant ended"):
-                await asyncio.to_thread(pull.fill, target, FREE)
+                await asyncio.to_thread(fill, pull, target, FREE)
 
 
 async def test_pages_that_went_away_are_not_confirmed(tmp_path: Path) -> None:
     async with served(tmp_path / "run") as source:
         target = np.zeros(SIZE, np.uint8)
         async with pulling(reader(tmp_path / "run"), "source", source.want) as pull:
-            await asyncio.to_thread(pull.fill, target, FREE)
+            await asyncio.to_thread(fill, pull, target, FREE)
             with source.grants.revoked("m"):
                 pass
             with pytest.raises(PeerTrouble, match="grant ended"):
@@ -425,7 +431,7 @@ async def test_a_source_that_lies_is_not_believed(tmp_path: Path, answer: Any, w
     async with impostor(tmp_path / "run", lambda link: link.send(answer, 1.0, handle.fd)):
         with pytest.raises(PeerTrouble, match=words):
             async with pulling(reader(tmp_path / "run"), "source", want) as pull:
-                await asyncio.to_thread(pull.fill, np.zeros(SIZE, np.uint8), FREE)
+                await asyncio.to_thread(fill, pull, np.zeros(SIZE, np.uint8), FREE)
     assert len(os.listdir("/proc/self/fd")) == before
     handle.close()
     memory.close()
@@ -477,7 +483,7 @@ async def test_a_source_that_sends_garbage_or_nothing_is_left(
     async with impostor(tmp_path / "run", play):
         with pytest.raises(PeerTrouble, match=words):
             async with pulling(reader(tmp_path / "run"), "source", want) as pull:
-                await asyncio.to_thread(pull.fill, np.zeros(SIZE, np.uint8), FREE)
+                await asyncio.to_thread(fill, pull, np.zeros(SIZE, np.uint8), FREE)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -511,7 +517,7 @@ async def test_bytes_that_the_source_does_not_stand_for_are_not_confirmed(
     want = Want(model="m", layout="L", checkpoint="C", size_bytes=SIZE, digest=None)
     async with impostor(tmp_path / "run", play):
         async with pulling(reader(tmp_path / "run"), "source", want) as pull:
-            await asyncio.to_thread(pull.fill, np.zeros(SIZE, np.uint8), FREE)
+            await asyncio.to_thread(fill, pull, np.zeros(SIZE, np.uint8), FREE)
             with pytest.raises(PeerTrouble, match=words):
                 await pull.confirm()
 

@@ -19,7 +19,7 @@ from janus_server.kv.move import Pace, sampled_digest
 from janus_server.kv.vmm_cpu import CpuMemory
 from janus_server.transfer.frames import ASK_MOST_BYTES, QUESTIONS, VERSION, Ask, Link
 from janus_server.transfer.grants import Grants, Offer
-from janus_server.transfer.pull import Want, pulling
+from janus_server.transfer.pull import Pull, Want, pulling
 from janus_server.transfer.rundir import Peering, RunDirectory
 from janus_server.transfer.serving import PeerServer
 
@@ -83,10 +83,17 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+def fill(pull: Pull, target: np.ndarray, pace: Pace) -> None:
+    """All that copy threads do of a pull."""
+    pull.attach()
+    pull.copy([target], pace)
+    pull.verify(target)
+
+
 async def pulled(source: Source, peering: Peering, **want: Any) -> np.ndarray:
     target = np.zeros(SIZE, np.uint8)
     async with pulling(peering, "source", msgspec.structs.replace(source.want, **want)) as pull:
-        await asyncio.to_thread(pull.fill, target, FREE)
+        await asyncio.to_thread(fill, pull, target, FREE)
         await pull.confirm()
     return target
 

@@ -75,7 +75,7 @@ class Node:
         self._since = len(self.lines)
         self._process = subprocess.Popen(
             self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
@@ -179,6 +179,6 @@ class Nodes:
         return "".join(f"{node.name} | {line.text}" for node in self.all.values() for line in node.lines[-lines:])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Runs in the new process: no node outlives the bench, however that ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

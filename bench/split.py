@@ -26,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .chaos_nodes import die_with_parent
+
 REPO = Path(__file__).resolve().parents[1]
 STREAM_TOKENS = 4000
 
@@ -41,21 +43,35 @@ class Cluster:
             "--threads", "1", "--memory", "1GiB", "--host-memory", "64MiB", "--pd-split", split, "--access-log", "off",
         ]  # fmt: skip
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPO)
+        self._process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPO, preexec_fn=die_with_parent
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def __enter__(self) -> Cluster:
+        try:
+            self._place()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _place(self) -> None:
+        """Wait for both nodes, and have the model on both."""
         self._until(lambda: "nodes are one server" in self.log)
         self.urls = re.findall(r"Janus is ready on (\S+)", self.log)
         for url in self.urls:
             key = json.loads(next(self._folder.rglob(f"{url.rpartition(':')[2]}.key")).read_text())["key"]
             for wish in ("pin", "load"):
                 self._until(lambda: _wished(f"{url}/admin/models/m/{wish}?wait=60", key))  # noqa: B023
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its nodes end with it
+            self._process.wait(60)
 
     @property
     def log(self) -> str:

@@ -2,8 +2,9 @@
 `janus status`. Pure.
 
 A node tells what it knows of itself (`NodeView`); whoever is asked asks all others and puts the answers beside each
-other (`ClusterView`). Counts only grow as long as a node's process lives: a reader takes differences. Where up_s fell,
-all was counted since; where a count fell all the same, nothing is known of an application's. Sizes are in pages and bytes, times in seconds.
+other (`ClusterView`). Counts only grow as long as a node's process lives, and a reader takes differences: where up_s
+fell, all was counted since; where a count fell all the same, nothing is known of that application. Sizes are in pages
+and bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class LeaderView(msgspec.Struct, kw_only=True):
 
 
 class NodeView(msgspec.Struct, kw_only=True):
-    """One node. url is where its HTTP API is, "" where it is not known; empty says that nothing is up on it and nothing on
-    its way, so that one that an operator has emptied can be stopped. leads holds what it knows as the leader, None
-    on all others. trouble says why nothing is known of a node that is a member: then the rest is empty."""
+    """One node. url is where its HTTP API is, "" where it is not known; leads holds what it knows as the leader, None
+    on all others. empty says that nothing is up there and nothing on its way: once an operator has emptied it, it can
+    be stopped. trouble says why nothing is known of a node that is a member: then the rest is empty."""
 
     node: str
     url: str = ""

@@ -43,9 +43,7 @@ class Freight:
 
     def open(self, peering: Peering, pages: Pages) -> None:
         """Let the pages be read by whoever belongs to the cluster and has a grant."""
-        self._door = Door(
-            self._listening, self._me, self._secret, peering, pages, self._answering, self._certificate
-        )
+        self._door = Door(self._listening, self._me, self._secret, peering, pages, self._answering, self._certificate)
 
     def known(self, member: Member | None, machine: str) -> Far | None:
         """How the member is reached from a node of that machine; None where it is no member, or lets nobody read."""

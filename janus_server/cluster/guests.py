@@ -7,6 +7,7 @@ model stays as long as it runs. It lives on the loop and decides nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from janus_server.resident import Resident
     from janus_server.streams import Streams
     from janus_server.wire.serving import Answering
+
+log = logging.getLogger("janus.cluster")
 
 
 class _Choice:
@@ -135,7 +138,7 @@ class Guests:
         if request.grammar is None:
             guest.post(_submit(run, arrived_s, None))
         else:
-            self._start(self._compile(guest, resident, arrived_s))
+            self._start(guest, self._compile(guest, resident, arrived_s))
         return None
 
     def cancel(self, answer: Answering, index: int | None) -> None:
@@ -162,7 +165,7 @@ class Guests:
 
     def lend(self, guest: Guest, emit: Emit) -> None:
         """A prompt that was to be computed for another node is: what came of it is told with its end."""
-        self._start(self._lend(guest, emit))
+        self._start(guest, self._lend(guest, emit))
 
     async def _lend(self, guest: Guest, emit: Emit) -> None:
         run, resident = guest.answer.run, self._lifecycle().residents[guest.request.model]
@@ -205,10 +208,20 @@ class Guests:
             return
         guest.post(_submit(guest.answer.run, arrived_s, matcher))
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, guest: Guest, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._over(guest, task))
+
+    def _over(self, guest: Guest, task: asyncio.Task[None]) -> None:
+        """Whatever went wrong, its front is told at once."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("%s: a request of another node came to nothing here", guest.request.model, exc_info=error)
+        if guest.answer in self._open:
+            self.forget(guest)
+            guest.answer.fail(Trouble.FAILED)
 
 
 def _submit(run: Run, arrived_s: float, matcher: Matcher | None) -> Submit:

@@ -212,9 +212,11 @@ class Lead:
                     self._on(Observed({}, subjects))
             case Traffic():
                 self._traffic(event)
-            case Counted():
-                self._tally.heard(node, event)
-                self._prices.heard(node, event)
+            case Counted(models=models):
+                served = self._served()  # sums are kept for ever: of nothing that a node makes up
+                known = Counted({model: counts for model, counts in models.items() if model in served})
+                self._tally.heard(node, known)
+                self._prices.heard(node, known)
             case _:
                 self._on(event)
 

@@ -31,9 +31,12 @@ class Prices:
             costs.pop(node, None)
 
     def of(self, ticket: Ticket) -> Ticket:
-        """The ticket with the work that its prompt is; as it came where no node knows."""
+        """The ticket with the work that its prompt is, and its last token alone where another part of it may be cached;
+        as it came where no node knows."""
         costs = self._known.get(ticket.model)
         if not costs:
             return ticket
         work_s = median(cost.work_s(ticket.prompt_tokens) for cost in costs.values())
-        return msgspec.structs.replace(ticket, work_s=work_s)
+        # Both of one model: they are subtracted from each other.
+        least_s = median(cost.work_s(1) for cost in costs.values()) if ticket.prefix else ticket.least_s
+        return msgspec.structs.replace(ticket, work_s=work_s, least_s=least_s)

@@ -91,7 +91,8 @@ def own_view(node: Shown, operator: Operator, version: str, up_s: float) -> Node
     return NodeView(
         node=node.name, url=node.reached.url, host=host, domain=domain, version=version, up_s=round(up_s, 3),
         term=operator.term, leaving=node.leaving, empty=not any(map(_there, managed)),
-        page_bytes=operator.page_bytes, pool_pages=node.pool_pages, free_pages=node.free_pages, host_budget_bytes=operator.host_budget_bytes,
+        page_bytes=operator.page_bytes, pool_pages=node.pool_pages, free_pages=node.free_pages,
+        host_budget_bytes=operator.host_budget_bytes,
         scratch_pages=sum(pages for owner, pages in node.memory().items() if owner.kind is PageKind.SCRATCH),
         models=[model_view(one) for one in managed], applications=node.reached.applications(), leads=leads,
     )  # fmt: skip

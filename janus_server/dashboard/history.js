@@ -32,6 +32,9 @@ function grown(before, now) {
   return all.some((value) => value < 0) ? null : made;
 }
 
+// All of its counts, as a difference: from nothing.
+function entire(now) { return { ...now, ttft: now.ttft.counts, tpot: now.tpot.counts }; }
+
 // total + sign * part, in place. Counts are whole numbers: what was added can be taken off again without a rest.
 function tally(total, part, sign) {
   for (const fact of FACTS) total[fact] += sign * part[fact];
@@ -67,7 +70,7 @@ class History {
       if (!fresh.has(name)) fresh.set(name, { app, parts: [] });
       // Another process, or an application that is new there, has counted all of it since.
       const old = same && before.apps.get(name);
-      const part = old ? grown(old, app) : before && app;
+      const part = old ? grown(old, app) : before && entire(app);
       if (part) fresh.get(name).parts.push(part);
     }
     this.last.set(node.node, { up_s: node.up_s, apps });

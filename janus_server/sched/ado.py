@@ -1,4 +1,4 @@
-"""What it would take to have a model on a node: by which the Brain ranks nodes; and that there are too few, in words. Pure."""
+"""What it would take to have a model on a node: by which the Brain ranks them, or says that there are too few. Pure."""
 
 from __future__ import annotations
 

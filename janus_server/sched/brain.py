@@ -375,16 +375,18 @@ class Brain:
         if due_s is None or due_s > now:
             return
         nodes: dict[tuple[str, Helper | None], list[str]] = {}
-        saved: dict[str, float] = {}
+        saved: dict[tuple[str, Helper | None], float] = {}
         for ticket, node, saved_s in self._dispatcher.begin(now, self._fleet.footing.serving):
-            nodes.setdefault((node, self._splits.helper(ticket, node, now)), []).append(ticket.id)
-            saved[node] = saved.get(node, 0.0) + saved_s
+            group = node, self._splits.helper(ticket, node, now)
+            nodes.setdefault(group, []).append(ticket.id)
+            saved[group] = saved.get(group, 0.0) + saved_s
             for shard in self._fleet.footing.of(ticket.model, node):
                 self._rooms[shard].begun(ticket.model)
         for (node, helper), requests in nodes.items():
             left, ahead_s = len(self._dispatcher), self._dispatcher.backlog_s(node, now)
             why = f"{node}: {len(requests)} begin, {left} wait; {ahead_s:.2f} s of prompts lie before it"
-            why += f", {saved[node]:.2f} s less for what it has cached" if saved[node] else ""
+            saved_s = saved[node, helper]
+            why += f", {saved_s:.2f} s less for what it has cached" if saved_s else ""
             why += f", with prompts from {helper.node}" if helper is not None else ""
             actions.append(Dispatch(node, tuple(requests), why, helper))
 

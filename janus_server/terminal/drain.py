@@ -1,7 +1,7 @@
 """`janus drain NODE`: has a node of a running cluster emptied, so that it can be stopped; `--undo` uses it again.
 
-Called by `cli_admin`. It speaks HTTP only, to any node: what it is told stands in the leader's answer, how far it is in the
-picture of the cluster. With `--wait` it stays until nothing is up there any more, or there is nothing to wait for.
+Called by `cli_admin`. It speaks HTTP only, to any node: what it is told stands in the leader's answer, how far it is in
+the picture of the cluster. With `--wait` it stays until nothing is up there any more, or there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def _run(server: Target, options: DrainOptions) -> None:
     said = await _ask(server, options)
     print(said, flush=True)
     if waits and said != empty(options.node):
-        await _wait(server, options, Sights(options.node, term))
+        await _wait(server, options, Sights(options.node, term), said)
 
 
 async def _ask(server: Target, options: DrainOptions) -> str:
@@ -69,10 +69,9 @@ async def _ask(server: Target, options: DrainOptions) -> str:
         return printable((await client.post(path, query, NodeDuty)).why)
 
 
-async def _wait(server: Target, options: DrainOptions, sights: Sights) -> None:
+async def _wait(server: Target, options: DrainOptions, sights: Sights, said: str) -> None:
     """Until the node is empty, a line for each change."""
     until_s, heard_s = time.monotonic() + options.timeout_s, time.monotonic()
-    said = ""
     while said != empty(options.node):
         if time.monotonic() > until_s:
             raise Failed(f"{printable(options.node)} is not empty after {format_seconds(options.timeout_s)}")
@@ -118,13 +117,14 @@ class Sights:
             raise Failed(f"{name} is gone")
         if leads is None:
             return ""
-        if self._node in leads.draining:
-            self._term, self._known = view.term, True
-        elif self._known and view.term == self._term:
-            raise Failed(f"{name} is not being emptied any more: it was started again, or somebody uses it again")
+        if self._node not in leads.draining:
+            if self._known and view.term == self._term:
+                raise Failed(f"{name} is not being emptied any more: it was started again, or somebody uses it again")
+            return ""  # a sight is shared for a moment: this one is older than what was asked for
+        self._term, self._known = view.term, True
         if node.trouble is not None:
             return f"{name}: {printable(node.trouble)}"
-        return empty(self._node) if node.empty and self._known else _left(node)
+        return empty(self._node) if node.empty else _left(node)
 
 
 def empty(node: str) -> str:

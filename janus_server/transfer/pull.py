@@ -63,8 +63,8 @@ class Pull:
         self._peering = peering
 
     def fill_parts(self, parts: Sequence[np.ndarray], pace: Pace) -> None:
-        """All three, for pages that are no window, given one by one, with the digest of `kv/move.sampled_digest_of`. On a
-        copy thread."""
+        """All three on a copy thread, for pages that are no window, given one by one: with the digest of
+        `kv/move.sampled_digest_of`."""
         self.attach()
         self.copy(parts, pace)
         if sampled_digest_of(parts) != self.digest:

@@ -5,6 +5,7 @@ Skipped where no Chromium is installed.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import contextlib
 import json
@@ -103,6 +104,8 @@ class Fed:
         self.view = view
         self.asked: list[tuple[str, bytes]] = []
         self.answer: tuple[int, dict[str, Any]] = (200, {"model": "m", "why": "it is so"})
+        self.answering = asyncio.Event()
+        self.answering.set()
 
     async def page(self, request: web.Request) -> web.Response:
         return shown(read_dashboard())
@@ -114,6 +117,7 @@ class Fed:
 
     async def wish(self, request: web.Request) -> web.Response:
         self.asked.append((request.raw_path, await request.read()))
+        await self.answering.wait()
         return web.json_response(self.answer[1], status=self.answer[0])
 
 
@@ -135,7 +139,7 @@ async def feeding(view: ClusterView) -> AsyncIterator[tuple[Fed, str]]:
 
 
 def application(name: str, model: str, **facts: Any) -> ApplicationView:
-    nothing = Spread(bounds_s=[0.1, 1.0], counts=[0, 0, 0], sum_s=0.0)
+    nothing = Spread(bounds_s=[0.1, 1.0], counts=[0, 0, 0])
     return ApplicationView(application=name, model=model, **{"ttft": nothing, "tpot": nothing, **facts})
 
 
@@ -238,7 +242,7 @@ async def test_a_minute_is_what_was_counted_in_it(browser: Browser) -> None:
     def at(first: int, second: int, up_s: float) -> str:
         view = told()
         for node, ended in zip(view.nodes, (first, second), strict=False):
-            spread = Spread(bounds_s=[0.1, 1.0], counts=[ended, 0, 0], sum_s=0.0)
+            spread = Spread(bounds_s=[0.1, 1.0], counts=[ended, 0, 0])
             node.applications = [application(
                 "x", "m", attain=0.9, requests=ended, ended=ended, attained=ended // 2, ttft=spread, tpot=spread
             )]  # fmt: skip
@@ -257,13 +261,13 @@ async def test_a_minute_is_what_was_counted_in_it(browser: Browser) -> None:
         grown = await point(at(1010, 500, 51), 110)
         assert (grown["ended"], grown["kept"], grown["rate"]) == (10, 0.5, 1.0)
         assert (grown["ttft50"], grown["ttft99"]) == (pytest.approx(0.05), pytest.approx(0.099))
-        assert (await point(at(1010, 10, 1), 111))["ended"] == 10  # it began anew
-        assert (await point(at(1010, 16, 2), 112))["ended"] == 16
-        assert (await point(at(1012, 16, 40), 150))["ended"] == 18
-        assert (await point(at(1012, 16, 65), 171))["ended"] == 8  # the first ten are over a minute old
+        assert (await point(at(1010, 10, 1), 111))["ended"] == 20  # it began anew, and all it counted came since
+        assert (await point(at(1010, 16, 2), 112))["ended"] == 26
+        assert (await point(at(1012, 16, 40), 150))["ended"] == 28
+        assert (await point(at(1012, 16, 65), 171))["ended"] == 8  # the first twenty are over a minute old
         assert (await point(at(1012, 16, 200), 300))["ended"] == 0
-        assert (await point(at(4, 16, 201), 301))["ended"] == 0  # what falls is nothing, not less
-        assert (await point(at(7, 16, 202), 302))["ended"] == 3
+        assert (await point(at(4, 20, 201), 301))["ended"] == 4  # what falls is nothing, not less
+        assert (await point(at(7, 20, 202), 302))["ended"] == 7
 
 
 async def test_what_takes_something_away_is_asked_about_first(browser: Browser) -> None:
@@ -308,6 +312,39 @@ async def test_what_takes_something_away_is_asked_about_first(browser: Browser) 
         await browser.click(".more button", "Load")
         await browser.until("document.querySelector('#notices').textContent.includes('the admin key is needed')")
         assert len(fed.asked) == 6 and await browser.run("sessionStorage.length") == 0
+        calm(browser, url)
+
+
+async def test_a_refusal_that_comes_late_rewrites_no_other_question(browser: Browser) -> None:
+    """What was asked about is what happens, whatever comes back meanwhile."""
+    async with feeding(told()) as (fed, url):
+        await live(browser, url)
+        fed.answer = 409, {"error": {"message": "m has no room elsewhere"}}
+        fed.answering.clear()
+        await browser.click(".card header button", "Drain")
+        await browser.click("#confirm-yes")
+        await browser.click(".opener")
+        await browser.click(".more button", "Evict")
+        await browser.until("document.querySelector('#confirm').open")
+        fed.answering.set()
+        await browser.until("document.querySelector('.notice.bad') !== null")
+        await browser.until("!document.querySelector('.card .busy')")
+        assert await browser.text("#confirm-title") == "Evict m?"
+        assert await browser.text("#confirm-yes") == "Evict"
+        fed.answer = 200, {"model": "m", "why": "it is so"}
+        await browser.click("#confirm-yes")
+        await browser.until("document.querySelector('.notice.good') !== null && !document.querySelector('.busy')")
+        assert [path for path, _ in fed.asked] == ["/admin/nodes/n0/drain", "/admin/models/m/evict"]
+        calm(browser, url)
+
+
+async def test_an_address_with_the_key_opens_a_page_that_is_open_already(browser: Browser) -> None:
+    async with feeding(told()) as (_, url):
+        await browser.open(f"{url}/dashboard")
+        await browser.until("!document.querySelector('#locked').hidden")
+        await browser.call("Page.navigate", url=f"{url}/dashboard#key={KEY}")
+        await browser.until("document.body.dataset.state === 'live'")
+        assert await browser.run("location.href") == f"{url}/dashboard"
         calm(browser, url)
 
 

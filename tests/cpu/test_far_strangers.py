@@ -374,9 +374,7 @@ def _after(*answers: Any) -> Callable[[Line], Any]:
         ((Sending(SIZE), b"x" * SIZE), "not those"),
     ],
 )
-async def test_a_source_that_sends_other_than_it_was_asked_for_is_left(
-    answers: tuple[Any, ...], words: str
-) -> None:
+async def test_a_source_that_sends_other_than_it_was_asked_for_is_left(answers: tuple[Any, ...], words: str) -> None:
     with impostor(_after(*answers)) as endpoint:
         target = np.zeros(SIZE, np.uint8)
         async with pulling(reader(endpoint, stall_s=0.3), "source", want(SIZE)) as pull:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as effort
@@ -136,7 +137,7 @@ def fallible(faults: Faults) -> Iterator[None]:
         return lambda *arguments, **more: nothing if faults.due(place) else real(*arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_module, "BrainSettings", lambda: HASTY)
+        patch.setattr(node_module, "BrainSettings", lambda **given: msgspec.structs.replace(HASTY, **given))
         patch.setattr(Window, "map", raises(Place.MAP, Window.map))
         patch.setattr(Window, "unmap", raises(Place.UNMAP, Window.unmap))
         patch.setattr(WeightMemory, "commit", raises(Place.COMMIT, WeightMemory.commit))
@@ -277,9 +278,9 @@ class Life:
     async def serves(self) -> None:
         """All models answer as they did first."""
         for name in NAMES:
-            self.node.ask(name, Wish.UNPIN)
+            await self.node.ask(name, Wish.UNPIN)
         for name in NAMES:
-            self.node.ask(name, Wish.LOAD)  # what failed before is tried again at once
+            await self.node.ask(name, Wish.LOAD)  # what failed before is tried again at once
             stream = self.ask(name)
             await stream.task
             assert stream.ends == [[FinishReason.LENGTH]], stream.refused
@@ -289,8 +290,8 @@ class Life:
     async def forget(self) -> None:
         """All models cold, as at the start of a script."""
         for name in NAMES:
-            self.node.ask(name, Wish.UNPIN)
-            self.node.ask(name, Wish.EVICT)
+            await self.node.ask(name, Wish.UNPIN)
+            await self.node.ask(name, Wish.EVICT)
             await self.quiet()
         assert set(self.node.stages().values()) == {Stage.COLD}
         self.copies = set()
@@ -328,7 +329,7 @@ async def script(life: Life) -> None:
     leaves.task.cancel()
     await asyncio.wait([one.task for one in both])
     for name, wish in (("c", Wish.SLEEP), ("c", Wish.WAKE), ("c", Wish.SLEEP), ("b", Wish.LOAD), ("b", Wish.EVICT)):
-        life.node.ask(name, wish)
+        await life.node.ask(name, wish)
         await life.quiet()
 
 
@@ -425,7 +426,7 @@ class Machine(RuleBasedStateMachine):
     @rule(model=st.sampled_from(NAMES), wish=st.sampled_from([wish for wish in Wish if wish is not Wish.FORK]))
     def wish(self, model: str, wish: Wish) -> None:
         async def ask() -> None:
-            self.life.node.ask(model, wish)
+            await self.life.node.ask(model, wish)
 
         self.run(ask())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from server_process import tiny_model
 
@@ -136,7 +137,7 @@ def a_request() -> FitRequest:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "BrainSettings", lambda: HASTY)
+    monkeypatch.setattr(node_module, "BrainSettings", lambda **given: msgspec.structs.replace(HASTY, **given))
 
 
 @pytest.mark.skipif(not fitting.possible(), reason="gpytorch is not installed")

@@ -298,7 +298,7 @@ async def test_a_look_sees_those_that_live(models: dict[str, Path], tmp_path: Pa
     async with opened("n0", run_dir, {"a": models["a"]}) as node:
         (seen,) = await look(me, 1.0)
         assert (seen.node, [held.model for held in seen.models], seen.trouble) == ("n0", ["a"], None)
-        node.ask("a", Wish.SLEEP)
+        await node.ask("a", Wish.SLEEP)
         await until(lambda: node.stages()["a"] is Stage.WARM)
         (seen,) = await look(me, 1.0)
         assert seen.models == ()

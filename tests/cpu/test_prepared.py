@@ -45,7 +45,7 @@ def keeper(node: Node) -> Prepared:
 
 
 async def wish(node: Node, name: str, what: Wish) -> None:
-    assert node.ask(name, what).accepted
+    assert (await node.ask(name, what)).accepted
     await until(lambda: node.settled(name))
 
 

@@ -100,16 +100,16 @@ def test_a_server_alone_leads_itself_and_shows_what_there_is(server: Server) -> 
     view = view_of(server)
     (node,) = view.nodes
     assert view.asked == view.leader == node.node and view.term == 1
-    assert node.url == server.url and node.trouble is None and not node.leaving and node.up_s > 0.0
+    assert node.url == server.url and node.trouble is None and not node.leaving and not node.empty and node.up_s > 0.0
     assert node.page_bytes == 64 << 10 and node.pool_pages == 256
     held = sum(one.weight_pages + one.kv_pages for one in node.models) + node.scratch_pages
     assert held + node.free_pages == node.pool_pages
     assert {one.model: one.stage for one in node.models} == {"a": "active", "b": "active"}
     counts = {one.application: one for one in node.applications}
     assert {name: one.requests for name, one in counts.items()} == {"kept": 3, "impossible": 2, "quiet": 0, "b": 1}
-    assert (counts["kept"].ended, counts["kept"].attained, counts["kept"].met_ttft) == (3, 3, 3)
+    assert (counts["kept"].ended, counts["kept"].attained) == (3, 3)
     assert (counts["impossible"].ended, counts["impossible"].attained) == (2, 0)
-    assert sum(counts["kept"].ttft.counts) == 3 and 0.0 < counts["kept"].ttft.sum_s < 100.0
+    assert sum(counts["kept"].ttft.counts) == 3
     assert (counts["kept"].ttft_s, counts["kept"].attain, counts["quiet"].tpot_s) == (300.0, 0.9, 0.05)
     assert counts["b"].attain is None and sum(counts["b"].tpot.counts) == 1
     assert node.leads is not None

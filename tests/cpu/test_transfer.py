@@ -25,7 +25,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_peers import FREE, PAGE, PAGES, SIZE, asking, encoded, fill, frame, impostor, pulled, raw, reader, served, until
+from transfer_peers import (
+    FREE,
+    PAGE,
+    PAGES,
+    SIZE,
+    asking,
+    encoded,
+    fill,
+    frame,
+    impostor,
+    pulled,
+    raw,
+    reader,
+    served,
+    until,
+)
 
 from janus_server.errors import BadConfig
 from janus_server.kv.move import Pace, Stopped, sampled_digest
@@ -90,8 +105,10 @@ def test_memory_that_could_shrink_or_is_too_small_is_not_mapped() -> None:
 
 def pull_from(handle: plane.Handle, pieces: list[plane.Piece], into: np.ndarray, pace: Pace) -> None:
     region = plane.attach(handle, pieces)
-    plane.copy_from(region, pieces, [into[p.target : p.target + p.size_bytes] for p in pieces], pace)
-    region.close()
+    try:
+        plane.copy_from(region, pieces, [into[p.target : p.target + p.size_bytes] for p in pieces], pace)
+    finally:
+        region.close()
 
 
 @given(pages=st.permutations(range(8)).flatmap(lambda p: st.integers(1, 8).map(lambda n: tuple(p[:n]))), cut=st.data())

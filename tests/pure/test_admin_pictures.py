@@ -29,6 +29,7 @@ from janus_server.api.admin import (
 )
 from janus_server.terminal import memory, models
 from janus_server.terminal.client import plain, printable
+from janus_server.terminal.lines import text_of
 from janus_server.types import Owner, PageKind
 
 PAGE = 1 << 16
@@ -90,7 +91,7 @@ def test_a_cell_shows_who_holds_most_of_its_pages(owners: list[Owner | None], pe
 
 @given(pools, st.integers(8, 20))
 def test_the_drawing_fits_and_counts(owners: list[Owner | None], columns: int) -> None:
-    lines = memory.text_of(memory.drawing(drawn(owners), columns)).split("\n")
+    lines = text_of(memory.drawing(drawn(owners), columns)).split("\n")
     rows = lines[1 : lines.index("")]
     assert all(0 < len(row) <= columns for row in rows)
     assert len(rows) <= memory._ROWS
@@ -105,7 +106,7 @@ def test_the_drawing_fits_and_counts(owners: list[Owner | None], columns: int) -
 
 def test_the_drawing_as_people_see_it() -> None:
     owners = [Owner("a", W)] * 4 + [Owner("b/c", W)] * 2 + [None] * 7 + [Owner("a", K)] * 3
-    text = memory.text_of(memory.drawing(drawn(owners, d=2 << 20), 8))
+    text = text_of(memory.drawing(drawn(owners, d=2 << 20), 8))
     assert text.splitlines()[:3] == [
         "1 MiB in 16 pages of 64 KiB, 448 KiB free; a cell is 1 page", "AAAABB··", "·····aaa",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from janus_server import orders
 from janus_server.duty import Assigned, Duty
 from janus_server.orders import Answer, Asked, KnownModel, Stage, Verb, Wish
 from janus_server.sched.brain import Brain
-from janus_server.sched.refuge import refuge
+from janus_server.sched.refuge import Home, _Search, refuge
 from janus_server.sched.room import Room
 from janus_server.sched.state import Belief, BrainSettings, RoomMemory, pages_needed
 
@@ -293,6 +293,24 @@ def test_a_place_is_found_wherever_there_is_one(seed: int) -> None:
             stay[int(node[1:])].add(name)
     assert all(map(fits, rooms, stay))
     assert {n for there in up for n in there} | set(found) == set().union(*stay)
+
+
+def test_who_could_give_way_is_not_tried_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty models that are on both nodes: of what could give way there are a million choices on each."""
+    tried, fits_in = list[str](), _Search._fits
+    monkeypatch.setattr(_Search, "_fits", lambda self, *what: tried.append(what[0]) or fits_in(self, *what))
+    spare = [known(f"s{i}", 5) for i in range(20)]
+    there = [[one.model for one in spare]] * 2
+
+    def homes(pages: int) -> dict[str, Home]:
+        tried.clear()
+        big = known("big", pages)
+        return refuge(["big"], rooms_of([120, 120], [*spare, big], there), 0.0)
+
+    assert homes(500) == {} and len(tried) < 20  # not even all of them make room
+    homes(115)
+    assert len(tried) < 5000  # only all of them together do, which would be found last
+    assert len(homes(25)["big"].instead_of) < 20 and len(tried) < 5000
 
 
 def test_a_replica_that_has_another_gives_way() -> None:

@@ -29,7 +29,8 @@ REASON = re.compile(r"#\s*(?:noqa: BLE001)?[\s(,-]*(?!noqa)\w+\W+\w+")
 
 # Code that decides or counts: given a state, an event and `now`, it returns actions. Paths below janus_server/.
 PURE = (
-    "types.py", "errors.py", "duty.py", "units.py", "suggest.py", "admission.py", "tokens/detokenize.py", "api/*.py", "sched/*.py",
+    "types.py", "errors.py", "duty.py", "units.py", "suggest.py", "admission.py", "tokens/detokenize.py",
+    "api/*.py", "sched/*.py",
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
     "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
     "coordinator/records.py", "coordinator/lease.py",
@@ -56,6 +57,7 @@ SPEAKS = frozenset(
         "terminal/dashboard.py",
         "terminal/doctor.py",
         "terminal/drain.py",
+        "terminal/lines.py",
         "terminal/memory.py",
         "terminal/models.py",
         "terminal/progress.py",

@@ -18,6 +18,7 @@ from janus_server.orders import (
     Dispatch,
     Done,
     Event,
+    Helper,
     Joined,
     KnownModel,
     Left,
@@ -33,6 +34,7 @@ from janus_server.sched.dispatcher import Dispatcher
 from janus_server.sched.jobs import Job, Machine, Plan
 from janus_server.sched.nearer import first_done, nearer
 from janus_server.sched.prefixes import Held, PrefixKey
+from janus_server.sched.rules import Rule
 from janus_server.sched.state import BrainSettings
 
 Work = dict[str, dict[str, float]]
@@ -333,3 +335,19 @@ def test_the_brain_hears_of_caches_and_says_what_they_save() -> None:
     assert sent("c", 3.1).node == "n0" and "cached" not in sent("d", 4.0).why
     again.on(Left("n1"), 3.0)
     assert sent("c", 3.1, again).node == "n0"
+
+
+def test_what_a_cache_saves_is_said_of_those_alone_that_it_saves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests begin on one node at once: one has its prompt cached there, the other has a helper."""
+    brain = Brain(BrainSettings(dispatch=Rule.LEAST_LOAD))
+    known = KnownModel(model="m", weight_pages=1, host_bytes=1, longest_pages=1, pinned=True, preload=False)
+    told: list[Event] = [Joined("n1", 10, 10, (known,)), Report("n1", {"m": Busy(0, 0, 0.0)}), Held("n1", _holds(1), afresh=True)]
+    for event in told:
+        for order in brain.on(event, 0.0):
+            if isinstance(order, Order):
+                brain.on(Done(order.id, Stage.ACTIVE, False, 0.1), 0.0)
+    helper = Helper("n0", 641)
+    monkeypatch.setattr(brain._splits, "helper", lambda ticket, node, now: helper if ticket.id == "b" else None)
+    sent = brain.on(Traffic((_ticket("a", 1.0, 1.0, 1), _ticket("b", 1.0, 1.0, 2))), 1.0)
+    why = {action.requests: action.why for action in sent if isinstance(action, Dispatch)}
+    assert "0.90 s less" in why["a",] and "less" not in why["b",] and "from n0" in why["b",]

@@ -16,8 +16,8 @@ from janus_server.api.cluster import (
     NodeView,
     Spread,
     StandingView,
+    where_served,
 )
-from janus_server.cluster import lookout
 from janus_server.cluster.decisions import KEPT, Decisions
 from janus_server.cluster.sight import (
     TEXT_MOST,
@@ -26,7 +26,6 @@ from janus_server.cluster.sight import (
     leader_view,
     model_view,
     read_view,
-    where_served,
     written,
 )
 from janus_server.orders import (
@@ -60,7 +59,7 @@ def known(name: str) -> KnownModel:
 
 
 def spread(*counts: int) -> Spread:
-    return Spread(bounds_s=[0.1, 1.0], counts=list(counts), sum_s=1.0)
+    return Spread(bounds_s=[0.1, 1.0], counts=list(counts))
 
 
 def application(name: str = "app", ttft: Spread | None = None) -> ApplicationView:
@@ -105,8 +104,8 @@ def test_a_view_is_read_as_it_was_written() -> None:
 
 def test_a_node_speaks_for_itself_alone() -> None:
     """Not under another name, with no address that a page could stumble over, and with counts that fit."""
-    odd = application("odd", Spread(bounds_s=[0.1, 1.0], counts=[1, 2], sum_s=0.0))
-    unsorted = application("unsorted", Spread(bounds_s=[1.0, 0.1], counts=[1, 2, 3], sum_s=0.0))
+    odd = application("odd", Spread(bounds_s=[0.1, 1.0], counts=[1, 2]))
+    unsorted = application("unsorted", Spread(bounds_s=[1.0, 0.1], counts=[1, 2, 3]))
     long = Decision(time=1.0, term=1, kind="order", why="x" * (TEXT_MOST + 1))
     view = seen(
         "n9", url="javascript:alert(1)", trouble="it is n0 that is ill", applications=[odd, application(), unsorted],
@@ -123,8 +122,8 @@ def test_a_view_is_never_longer_than_it_may_be() -> None:
     rests = [model_of(f"m{i}", "cold") for i in range(30_000)]
     view = seen("n1", url="http://127.0.0.1:80", pool_pages=7)
     view.models += [model_of("warm", "warm"), *rests, model_of("waited-for", "cold", held=1)]
-    raw = written(view, lookout._MOST_BYTES)
-    assert len(raw) <= SIGHT_MOST_BYTES == lookout._MOST_BYTES
+    raw = written(view, MOST)
+    assert len(raw) <= MOST
     assert [one.model for one in read_view(raw, "n1").models] == ["warm", "waited-for"]
     view.models += [model_of(f"w{i}", "warm") for i in range(30_000)]
     bare = read_view(written(view, MOST), "n1")
@@ -232,12 +231,20 @@ def test_only_a_model_that_ran_can_be_lost() -> None:
 
 def test_nodes_that_leave_take_their_orders_with_them() -> None:
     decisions = Decisions(1)
+    decisions.see(Joined("n1", 100, 0, (known("a"),)), [], 0.0)
     decisions.see(Tick(), [order(1, "n1"), order(2, "n2")], 1.0)
-    decisions.see(Joined("n1", 0, 0, ()), [], 2.0)
-    decisions.see(Left("n1"), [], 3.0)
-    decisions.see(Done(1, Stage.ACTIVE, False, 0.5), [], 4.0)
-    decisions.see(Done(2, Stage.ACTIVE, False, 0.5), [], 5.0)
-    assert [(one.kind, one.node) for one in decisions.last()[2:]] == [("left", "n1"), ("left", "n1"), ("done", "n2")]
+    decisions.see(Left("n1"), [], 2.0)
+    decisions.see(Tick(), [order(3, "n1")], 2.5)
+    decisions.see(Left("n1"), [], 3.0)  # it said that it goes, and then it is gone: that is told once
+    for number in (1, 3, 2):
+        decisions.see(Done(number, Stage.ACTIVE, False, 0.5), [], 4.0)
+    last = decisions.last()
+    assert [(one.kind, one.node, one.time) for one in last[3:]] == [
+        ("left", "n1", 2.0), ("order", "n1", 2.5), ("done", "n2", 4.0),
+    ]  # fmt: skip
+    decisions.see(Joined("n1", 100, 0, (known("a"),)), [], 5.0)
+    decisions.see(Left("n1"), [], 6.0)
+    assert [(one.kind, one.time) for one in decisions.last()[-2:]] == [("joined", 5.0), ("left", 6.0)]
 
 
 def test_only_so_many_are_kept() -> None:

@@ -22,7 +22,7 @@ from janus_server.api.cluster import (
 )
 from janus_server.terminal.cluster_picture import cells, drawing, promised
 from janus_server.terminal.course import Course, quantile, since, total
-from janus_server.terminal.memory import text_of
+from janus_server.terminal.lines import text_of
 from janus_server.terminal.models import table
 from janus_server.terminal.status import other_url
 
@@ -33,7 +33,7 @@ def spread_of(values: list[float]) -> Spread:
     counts = [0] * (len(BOUNDS) + 1)
     for value in values:
         counts[next((i for i, bound in enumerate(BOUNDS) if value <= bound), len(BOUNDS))] += 1
-    return Spread(bounds_s=BOUNDS, counts=counts, sum_s=sum(values))
+    return Spread(bounds_s=BOUNDS, counts=counts)
 
 
 def application(requests: int, ttft: list[float], name: str = "app", ended: int = 0, met: int = 0) -> ApplicationView:
@@ -68,9 +68,9 @@ def test_quantiles_of_nothing_and_of_what_is_beyond_all_bounds() -> None:
     assert quantile(None, 0.5) is None
     assert quantile(spread_of([]), 0.5) is None
     assert quantile(spread_of([9.0, 9.0]), 0.5) == BOUNDS[-1]
-    two = Spread(bounds_s=[1.0, 2.0], counts=[2, 2, 0], sum_s=0.0)
+    two = Spread(bounds_s=[1.0, 2.0], counts=[2, 2, 0])
     assert quantile(two, 0.5) == 1.0 and quantile(two, 0.75) == 1.5
-    assert quantile(Spread(bounds_s=[1.0, 2.0], counts=[0, 4, 0], sum_s=0.0), 0.0) == 1.0
+    assert quantile(Spread(bounds_s=[1.0, 2.0], counts=[0, 4, 0]), 0.0) == 1.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,10 +111,23 @@ def test_a_node_that_is_new_and_one_whose_application_is_new() -> None:
     assert course.sums()["app"].requests == 3 and course.over_s == 1.0
 
 
+def test_where_a_count_fell_none_counts() -> None:
+    """Another process was there before it was seen again: more requests, of which fewer kept what was promised."""
+    before = application(10, [0.2] * 10, ended=10, met=10)
+    now = application(12, [0.2] * 12, ended=12, met=5)
+    (found,) = since(node("n0", 30.0, before), node("n0", 60.0, now))
+    assert found == application(0, [])
+    (found,) = since(node("n0", 30.0, before), node("n0", 60.0, application(12, [0.7] * 12, ended=12, met=12)))
+    assert found == application(0, [])
+    (found,) = since(node("n0", 30.0, before), node("n0", 60.0, application(12, [0.2] * 12, ended=12, met=11)))
+    assert found == application(2, [0.2] * 2, ended=2, met=1)
+
+
 def test_counts_with_other_bounds_are_not_mixed() -> None:
-    other = Spread(bounds_s=[1.0], counts=[1, 1], sum_s=3.0)
+    other = Spread(bounds_s=[1.0], counts=[1, 1])
     strange = msgspec.structs.replace(application(2, []), ttft=other)
-    assert since(node("n0", 1.0, application(1, [0.2])), node("n0", 2.0, strange))[0].ttft == other
+    (none,) = since(node("n0", 1.0, application(1, [0.2])), node("n0", 2.0, strange))
+    assert none.requests == 0 and none.ttft == Spread(bounds_s=[1.0], counts=[0, 0])
     assert total([application(1, [0.2]), strange])["app"].ttft == spread_of([0.2])
 
 
@@ -175,7 +188,7 @@ def test_the_picture_shows_nodes_models_applications_and_sentences() -> None:
     assert "n0 n1" in b and b.endswith("n1: it is ill")
     assert "SINCE THE NODES STARTED" in text
     app = next(line for line in lines if line.startswith("app"))
-    assert app.split()[:5] == ["app", "a", "4", "0", "75.0%"] and app.endswith("0.95 in TTFT 300 ms")
+    assert app.split()[:5] == ["app", "a", "4", "0", "75.0%"] and app.endswith("95 % in TTFT 300 ms")
     assert any(line.endswith("n0     load    a: wanted") for line in lines)
 
 
@@ -215,8 +228,17 @@ def test_a_picture_of_one_lone_node_and_of_none_that_leads(columns: int) -> None
     assert "nobody leads" in text_of(drawing(view, Course(), columns, 5))
 
 
+def test_a_model_that_only_the_leader_names_is_shown() -> None:
+    view = whole()
+    leads = view.nodes[0].leads
+    assert leads is not None
+    leads.served["elsewhere"] = ["n2"]
+    assert any(line.split()[:3] == ["Cc", "elsewhere", "n2"] for line in picture(view).splitlines())
+
+
 def test_a_promise_is_said_in_words() -> None:
-    assert promised(application(0, [])) == "0.95 in TTFT 300 ms"
+    assert promised(application(0, [])) == "95 % in TTFT 300 ms"
+    assert promised(msgspec.structs.replace(application(0, []), attain=0.9995)) == "99.95 % in TTFT 300 ms"
     assert promised(msgspec.structs.replace(application(0, []), ttft_s=None, attain=None)) == "-"
 
 

@@ -13,7 +13,7 @@ import msgspec
 from janus_server.duty import Assigned, Duty
 from janus_server.sched.cost import PromptCost
 from janus_server.sched.oracle_records import Fitted, Observation, Subject
-from janus_server.sched.prefixes import Held, PrefixKey
+from janus_server.sched.prefixes import Cached, PrefixKey
 
 
 class Stage(enum.Enum):
@@ -315,7 +315,7 @@ Event = (
     | Assigned
     | Observed
     | Counted
-    | Held
+    | Cached
     | Fitted
     | Tick
 )

@@ -19,7 +19,7 @@ from janus_server.errors import Refused
 from janus_server.executor import Cancel, Submit
 from janus_server.orders import Helper
 from janus_server.types import Emit, FinishReason, Request
-from janus_server.wire.frames import Run
+from janus_server.wire.frames import Lend, Run
 from janus_server.wire.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ class Guest:
             self.answer.fail(Trouble.DRAINING)
             self._guests.forget(self)
             return
-        if self.answer.run.lend is not None and emit.finish is FinishReason.LENGTH:
-            self._guests.lend(self, emit)
+        lend = self.answer.run.lend
+        if lend is not None and emit.finish is FinishReason.LENGTH:
+            self._guests.lend(self, emit, lend)
             return
         self.answer.put(emit)
         if emit.finish is not None:
@@ -163,15 +164,13 @@ class Guests:
         if self._grammars is not None:
             await asyncio.to_thread(self._grammars.close)
 
-    def lend(self, guest: Guest, emit: Emit) -> None:
+    def lend(self, guest: Guest, emit: Emit, lend: Lend) -> None:
         """A prompt that was to be computed for another node is: what came of it is told with its end."""
-        self._start(guest, self._lend(guest, emit))
+        self._start(guest, self._lend(guest, emit, lend))
 
-    async def _lend(self, guest: Guest, emit: Emit) -> None:
-        run, resident = guest.answer.run, self._lifecycle().residents[guest.request.model]
-        if run.lend is None:
-            return
-        lent = await self._lending().lend(resident.opened, guest.request, run.lend, guest.answer.peer.node)
+    async def _lend(self, guest: Guest, emit: Emit, lend: Lend) -> None:
+        resident = self._lifecycle().residents[guest.request.model]
+        lent = await self._lending().lend(resident.opened, guest.request, lend, guest.answer.peer.node)
         if guest.answer in self._open:
             guest.answer.put(msgspec.structs.replace(emit, lent=lent))
             guest.finish(emit.index)

@@ -43,7 +43,7 @@ from janus_server.orders import (
     Wished,
 )
 from janus_server.sched.foresight import Forecast
-from janus_server.sched.prefixes import Held
+from janus_server.sched.prefixes import Cached
 from janus_server.sched.state import Standing
 from janus_server.transfer.door import Pages
 from janus_server.types import HandedOver
@@ -310,4 +310,4 @@ class Member:
 
 def _of(event: Told) -> str | None:
     """The node that an event is about, where it is about one."""
-    return event.node if isinstance(event, Joined | Report | Lost | Held) else None
+    return event.node if isinstance(event, Joined | Report | Lost | Cached) else None

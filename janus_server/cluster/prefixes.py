@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from janus_server.sched.prefixes import Held, PrefixKey
+from janus_server.sched.prefixes import Cached, PrefixKey
 from janus_server.types import Request
 
 BLOCK_TOKENS: Final = 64
@@ -159,7 +159,7 @@ class Prefixes:
         self._news = dict.fromkeys((key for held in self._held.values() for key in held), True)
         self._afresh = True
 
-    def news(self, node: str) -> Held | None:
+    def news(self, node: str) -> Cached | None:
         """What came and went since the last time, as much as is told at once; None where nothing did."""
         self.look()
         gone = [key for key, held in self._news.items() if not held][:MOST_TOLD]
@@ -174,4 +174,4 @@ class Prefixes:
         if not (came or gone or self._afresh):
             return None
         afresh, self._afresh = self._afresh, False
-        return Held(node, tuple(came), tuple(gone), afresh)
+        return Cached(node, tuple(came), tuple(gone), afresh)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from janus_server.cluster.front import Front
     from janus_server.cluster.meeting import Meeting
     from janus_server.cluster.prefixes import Prefixes
-    from janus_server.sched.prefixes import Held
+    from janus_server.sched.prefixes import Cached
 
 log = logging.getLogger("janus.cluster")
 
@@ -122,7 +122,7 @@ class Telling:
             held = self._prefixes.news(self._node)
             self.tell([*self._follower.introduction(), *([held] if held else []), Traffic(self._front.tickets())])
 
-    def _held(self) -> Held | None:
+    def _held(self) -> Cached | None:
         """What came to the caches here, and went, for a leader that was told what there was before."""
         if self._presented == self._now():
             return self._prefixes.news(self._node)

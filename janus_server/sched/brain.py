@@ -44,7 +44,7 @@ from janus_server.sched.foresight import Forecast, Foresight
 from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.placement import Note
 from janus_server.sched.pools import Pool
-from janus_server.sched.prefixes import Held
+from janus_server.sched.prefixes import Cached
 from janus_server.sched.room import Room
 from janus_server.sched.sound import Clock, sound
 from janus_server.sched.split import Splits
@@ -204,7 +204,7 @@ class Brain:
                 return (node,)
             case Counted():
                 self._fleet.counted(event, now)
-            case Held(node) if node in self._rooms:
+            case Cached(node) if node in self._rooms:
                 self._dispatcher.held(event)
             case Done(order) | Failed(order) if order in self._open:
                 node = self._open.pop(order)

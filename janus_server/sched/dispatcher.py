@@ -18,7 +18,7 @@ from janus_server.sched.backlog import Backlog, Cadence
 from janus_server.sched.dispatch import dispatch_live
 from janus_server.sched.jobs import Job, Machine, extended
 from janus_server.sched.nearer import first_done, nearer
-from janus_server.sched.prefixes import Held, Shortcuts
+from janus_server.sched.prefixes import Cached, Shortcuts
 from janus_server.sched.rules import Rule, Turns
 from janus_server.sched.sequence import UNPROMISED_TTFT_S
 
@@ -135,7 +135,7 @@ class Dispatcher:
         if machine is not None or self._remove(request) is not None:
             self._cadence.changed(now)
 
-    def held(self, held: Held) -> None:
+    def held(self, held: Cached) -> None:
         """A node told what its caches hold."""
         self._shortcuts.holders.hear(held)
 

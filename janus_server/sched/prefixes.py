@@ -27,7 +27,7 @@ class PrefixKey(msgspec.Struct, frozen=True, array_like=True):
     key: int
 
 
-class Held(msgspec.Struct, frozen=True, tag=True):
+class Cached(msgspec.Struct, frozen=True, tag=True):
     """Prefixes that a node's caches hold: what came and what went since it was last told. afresh: forget all before."""
 
     node: str
@@ -39,8 +39,8 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 class Holders:
     """What each node has told of its caches.
 
-    Example: after hear(Held("n1", (7, 8))), a prompt of 200 tokens with the keys (64, 7), (128, 8), (192, 9) finds 128
-    of them cached on n1 and none on n2.
+    Example: after hear(Cached("n1", (7, 8))), a prompt of 200 tokens with the keys (64, 7), (128, 8), (192, 9) finds
+    128 of them cached on n1 and none on n2.
     """
 
     def __init__(self, known: Mapping[str, Iterable[int]] | None = None) -> None:
@@ -55,7 +55,7 @@ class Holders:
         """False while nothing is known that could make a difference."""
         return any(self._held.values())
 
-    def hear(self, held: Held) -> None:
+    def hear(self, held: Cached) -> None:
         keys = self._held.setdefault(held.node, set())
         if held.afresh:
             keys.clear()

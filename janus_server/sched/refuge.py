@@ -119,13 +119,18 @@ class _Search:
         return pages_needed([*stay, self._rooms[node].models[model]]) <= self._rooms[node].pool_pages
 
     def _enough(self, model: str, node: str) -> Iterator[tuple[str, ...]]:
-        """Models that others serve too and that make room together, none of them for nothing. What is tried in vain
-        counts too: of twenty there are a million choices."""
-        spare = [name for name, belief in self._held[node].items() if self._spare(belief)]
+        """Models that others serve too and that make room together, none of them for nothing: as few as can, large ones
+        first. What is tried in vain counts too: of twenty there are a million choices."""
+        room, held = self._rooms[node], self._held[node]
+        own = {name: belief.known.weight_pages + belief.known.floor_pages for name, belief in held.items()}
+        spare = sorted((name for name in held if self._spare(held[name])), key=lambda name: (-own[name], name))
         if not self._fits(model, node, spare):
             return
+        missing = sum(own.values()) + pages_needed([room.models[model]]) - room.pool_pages
         found: list[set[str]] = []
         for count in range(1, len(spare) + 1):
+            if sum(own[name] for name in spare[:count]) < missing:
+                continue  # not even the largest so many are enough
             for names in itertools.combinations(spare, count):
                 self._left -= 1
                 if self._left < 0:

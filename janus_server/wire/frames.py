@@ -35,7 +35,7 @@ from janus_server.orders import (
     Wanted,
     Wished,
 )
-from janus_server.sched.prefixes import Held
+from janus_server.sched.prefixes import Cached
 from janus_server.types import Request
 from janus_server.wire.trouble import Trouble
 
@@ -144,7 +144,7 @@ class Piece(Frame, frozen=True):
 
 
 Told = (
-    Joined | Offered | Wanted | Unwanted | Traffic | Report | Done | Failed | Lost | Observed | Counted | Held
+    Joined | Offered | Wanted | Unwanted | Traffic | Report | Done | Failed | Lost | Observed | Counted | Cached
 )  # fmt: skip
 """Events that a leader has to hear from nodes. The others it makes itself, or hears from the coordinator."""
 

@@ -172,6 +172,7 @@ async def test_strangers_that_send_garbage_or_nothing_are_left(
                 for _ in range(12):
                     with socket.create_connection(address(one.endpoint)) as bad:
                         bad.sendall(sent)
+                await pulled(reader(one.endpoint, files), SIZE)  # it is accepted after all of them
                 await until(lambda: one.door.lines == 0)
                 assert 0 < len(left(caplog)) < 12, caplog.messages
 

@@ -33,7 +33,7 @@ from janus_server.sched.dispatch import dispatch_live
 from janus_server.sched.dispatcher import Dispatcher
 from janus_server.sched.jobs import Job, Machine, Plan
 from janus_server.sched.nearer import first_done, nearer
-from janus_server.sched.prefixes import Held, PrefixKey
+from janus_server.sched.prefixes import Cached, PrefixKey
 from janus_server.sched.rules import Rule
 from janus_server.sched.state import BrainSettings
 
@@ -167,9 +167,9 @@ def _run(
     dispatcher = Dispatcher(ahead_s)
     caches = Dispatcher(ahead_s)
     for node, keys in held.items():
-        caches.held(Held(node, keys))
+        caches.held(Cached(node, keys))
         if told:
-            dispatcher.held(Held(node, keys))
+            dispatcher.held(Cached(node, keys))
     free = dict.fromkeys(nodes, 0.0)
     done: dict[str, tuple[str, float, float]] = {}
     events: list[tuple[float, int, str, Ticket | str]] = []
@@ -245,7 +245,7 @@ def test_a_prompt_waits_for_its_node_beside_an_idle_one_only_while_that_is_soone
     soon = _run([first, _ticket("t", 1.0, 0.0, 1)], ["n0"], held, True)
     assert soon["t"][0] == "n0"
     dispatcher = Dispatcher(0.05)
-    dispatcher.held(Held("n0", _holds(1)))
+    dispatcher.held(Cached("n0", _holds(1)))
     dispatcher.arrived(_ticket("first", 0.5, 0.0, 9), 0.0)
     assert [one.machine for one in dispatcher.begin(0.0, lambda model: ["n0"])] == ["n0"]
     dispatcher.arrived(_ticket("t", 1.0, 0.1, 1), 0.1)
@@ -253,7 +253,7 @@ def test_a_prompt_waits_for_its_node_beside_an_idle_one_only_while_that_is_soone
     dispatcher.started("first", 0.5)
     assert [one.machine for one in dispatcher.begin(0.5, lambda model: ["n0", "n1"])] == ["n0"]
     late = Dispatcher(0.05)
-    late.held(Held("n0", _holds(1)))
+    late.held(Cached("n0", _holds(1)))
     late.arrived(_ticket("first", 1.5, 0.0, 9), 0.0)
     late.begin(0.0, lambda model: ["n0"])
     late.arrived(_ticket("t", 1.0, 0.1, 1), 0.1)
@@ -263,7 +263,7 @@ def test_a_prompt_waits_for_its_node_beside_an_idle_one_only_while_that_is_soone
 def test_nobody_waits_for_a_cache_for_longer_than_it_saves() -> None:
     """The node that holds its start is given urgent prompts again and again, while another one stands idle."""
     dispatcher = Dispatcher(0.05)
-    dispatcher.held(Held("n0", _holds(1)))
+    dispatcher.held(Cached("n0", _holds(1)))
     nodes = {"m": ["n0", "n1"], "u": ["n0"]}
     now, begun, n = 0.0, None, 0
     while begun is None and now < 5.0:
@@ -297,7 +297,7 @@ def test_a_hot_prefix_does_not_pile_everything_on_one_node() -> None:
 
 def test_what_it_knows_of_caches_goes_on_in_another_one_and_leaves_with_the_node() -> None:
     dispatcher = Dispatcher(0.05)
-    dispatcher.held(Held("n1", _holds(1)))
+    dispatcher.held(Cached("n1", _holds(1)))
     dispatcher.arrived(_ticket("t", 1.0, 0.0, 1), 0.0)
     copy, without = Dispatcher(0.05, dispatcher.memory()), Dispatcher(0.05, dispatcher.memory())
     (given_,) = copy.begin(0.0, lambda model: ["n0", "n1"])
@@ -311,7 +311,7 @@ def test_the_brain_hears_of_caches_and_says_what_they_save() -> None:
     known = KnownModel(model="m", weight_pages=1, host_bytes=1, longest_pages=1, pinned=True, preload=False)
     told: list[Event] = [Joined(node, 10, 10, (known,)) for node in ("n0", "n1")]
     told += [Report(node, {"m": Busy(0, 0, 0.0)}) for node in ("n0", "n1")]
-    told += [Held("n1", _holds(1), afresh=True), Held("stranger", _holds(1), afresh=True)]
+    told += [Cached("n1", _holds(1), afresh=True), Cached("stranger", _holds(1), afresh=True)]
     for at, event in enumerate(told):
         for order in brain.on(event, at / 1000):
             if isinstance(order, Order):
@@ -331,7 +331,7 @@ def test_the_brain_hears_of_caches_and_says_what_they_save() -> None:
     heading = msgspec.json.encode(Heading(term=1, settings=brain.settings, memory=brain.memory()))
     again = Brain(brain.settings, 1, msgspec.json.decode(heading, type=Heading).memory)
     assert sent("b", 2.0, again) == sent("b", 2.0) and "stranger" not in brain.memory().waiting.held
-    brain.on(Held("n1", gone=_holds(1)), 3.0)
+    brain.on(Cached("n1", gone=_holds(1)), 3.0)
     assert sent("c", 3.1).node == "n0" and "cached" not in sent("d", 4.0).why
     again.on(Left("n1"), 3.0)
     assert sent("c", 3.1, again).node == "n0"
@@ -341,7 +341,8 @@ def test_what_a_cache_saves_is_said_of_those_alone_that_it_saves_it(monkeypatch:
     """Two requests begin on one node at once: one has its prompt cached there, the other has a helper."""
     brain = Brain(BrainSettings(dispatch=Rule.LEAST_LOAD))
     known = KnownModel(model="m", weight_pages=1, host_bytes=1, longest_pages=1, pinned=True, preload=False)
-    told: list[Event] = [Joined("n1", 10, 10, (known,)), Report("n1", {"m": Busy(0, 0, 0.0)}), Held("n1", _holds(1), afresh=True)]
+    told: list[Event] = [Joined("n1", 10, 10, (known,)), Report("n1", {"m": Busy(0, 0, 0.0)})]
+    told.append(Cached("n1", _holds(1), afresh=True))
     for event in told:
         for order in brain.on(event, 0.0):
             if isinstance(order, Order):

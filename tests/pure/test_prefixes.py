@@ -13,7 +13,7 @@ from janus_server.cluster.prefixes import BLOCK_TOKENS, MOST_BLOCKS, MOST_KEYS, 
 from janus_server.kv.blocks import KvPages
 from janus_server.kv.pages import PagePool
 from janus_server.kv.prefix import PrefixCache
-from janus_server.sched.prefixes import MOST_BELIEVED, Held, Holders, PrefixKey, work_left_s
+from janus_server.sched.prefixes import MOST_BELIEVED, Cached, Holders, PrefixKey, work_left_s
 from janus_server.types import Pooling, Request
 
 
@@ -207,7 +207,7 @@ def test_nothing_piles_up_while_nobody_leads() -> None:
 def test_a_node_that_tells_more_than_it_could_hold_is_believed_so_much() -> None:
     leader = Holders()
     for start in range(0, 4 * MOST_BELIEVED, MOST_BELIEVED // 2):
-        leader.hear(Held("n1", tuple(range(start, start + MOST_BELIEVED // 2))))
+        leader.hear(Cached("n1", tuple(range(start, start + MOST_BELIEVED // 2))))
     assert len(leader.memory()["n1"]) == MOST_BELIEVED
 
 

@@ -16,7 +16,7 @@ from janus_server.cluster.prefixes import Prefixes
 from janus_server.cluster.telling import Telling
 from janus_server.coordinator.records import Leader, View
 from janus_server.orders import Counted, Counts, Joined, Report, Ticket, Traffic
-from janus_server.sched.prefixes import Held
+from janus_server.sched.prefixes import Cached
 from janus_server.wire.frames import Told
 
 
@@ -93,7 +93,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-FIRST: list[Told] = [Joined("n0", 10, 0, ()), Held("n0", afresh=True), Traffic(())]
+FIRST: list[Told] = [Joined("n0", 10, 0, ()), Cached("n0", afresh=True), Traffic(())]
 
 
 async def test_before_anybody_leads_nothing_is_told_and_then_all_that_waits() -> None:
@@ -109,7 +109,7 @@ async def test_before_anybody_leads_nothing_is_told_and_then_all_that_waits() ->
     telling.present()
     await turns()
     ((term, events),) = here.asking.heard
-    assert term == 4 and here.calmed == 1 and [type(one) for one in events] == [Joined, Held, Traffic]
+    assert term == 4 and here.calmed == 1 and [type(one) for one in events] == [Joined, Cached, Traffic]
     assert isinstance(events[2], Traffic) and [one.id for one in events[2].arrived] == ["a"]
     await telling.close()
 

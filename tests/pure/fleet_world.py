@@ -157,10 +157,11 @@ class FleetWorld:
     def cut(self, replicas: list[tuple[str, tuple[str, ...]]]) -> list[str]:
         """What these had begun is begun no more."""
         gone = []
-        for model, on in replicas:
-            gone += sorted(self.nodes[on[0]].running[model])
+        for model, on in replicas:  # also some that are no more: their nodes may be of others by now
+            theirs = sorted(id for id in self.nodes[on[0]].running[model] if self.begun[id] == on[0])
+            gone += theirs
             for shard in on:
-                self.nodes[shard].running[model].clear()
+                self.nodes[shard].running[model].difference_update(theirs)
         for id in gone:
             self.begun.pop(id)
         return gone

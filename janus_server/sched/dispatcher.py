@@ -29,6 +29,10 @@ SPACING_S: Final = 0.005
 _OLDEST_EVERY: Final = 8
 # So many of those who wait are planned, the most urgent: who is due after them is not begun before the next plan.
 _PLANNED_MOST: Final = 256
+# What is handed over while a step runs joins the next one. Where that may be three long prompts it is never half empty
+# (on paced devices with steps of 50 to 85 ms 100 % of requests were on time instead of 95); where it were a crowd of
+# short ones, those who come next wait behind it (in bursts on 72 devices the worst application got 77 % instead of 90).
+_FEW_PROMPTS: Final = 3
 
 
 class Given(NamedTuple):
@@ -57,8 +61,9 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 class Dispatcher:
     """Tickets in, requests to begin out.
 
-    A device is given work while less than ahead_s of it lies before it: enough that it never runs dry between two
-    decisions, and little enough that who comes next can still be put before those who wait here. What is late already
+    A device is given work while less than ahead_s of it lies before it, half as much where that are many prompts:
+    enough that it never runs dry between two decisions, and little enough that who comes next can still be put before
+    those who wait here. What is late already
     is planned with a longer objective, twice as long each time, up to 16 times; then it comes after all others. Every
     eighth request that is begun is the one that has waited longest, whatever was promised and whatever its priority: so
     the n-th of those who wait is begun after 8 n others at most, and no flood keeps anybody waiting for ever.
@@ -195,7 +200,7 @@ class Dispatcher:
 
         Higher priorities first; of those the model whose request is due first, of which any can be begun.
         """
-        free = {name for name, machine in machines.items() if machine.start_s <= now + self._ahead_s}
+        free = {name for name, machine in machines.items() if machine.start_s <= now + self._reach_s(name)}
         able = [kind for kind in self._kinds if not free.isdisjoint(holders[kind[1]])]
         if able and self._begun % _OLDEST_EVERY == _OLDEST_EVERY - 1:
             heads = (next(iter(self._kinds[kind].values())) for kind in able)  # in the order in which they came
@@ -220,15 +225,20 @@ class Dispatcher:
                 self._hold(planned[0], work, now)
                 continue
             plan = dispatch_live(planned, able_machines)
-            picks = (nearer(plan, work) if work else plan).ready(now, self._ahead_s)
+            ready = (nearer(plan, work) if work else plan).ready(now, self._ahead_s)
+            picks = [pick for pick in ready if pick.machine in free]
             if work:
                 begun = {pick.job.id for pick in picks}
                 for pick in plan.ready(now, self._ahead_s):
-                    if pick.job.id not in begun:
+                    if pick.machine in free and pick.job.id not in begun:
                         self._hold(pick.job, work, now)
             if picks:
                 return [self._give(self._waiting[pick.job.id], pick.machine, now, machines) for pick in picks]
         return []
+
+    def _reach_s(self, machine: str) -> float:
+        """How much work may lie before a device that is given more."""
+        return self._ahead_s / 2 if len(self._backlog(machine)) > _FEW_PROMPTS else self._ahead_s
 
     def _work(
         self, tickets: Sequence[Ticket], nodes: tuple[str, ...], now: float = -math.inf

@@ -162,6 +162,9 @@ class Node:
     def refusing(self) -> str | None:
         return None
 
+    async def turning_away(self) -> str | None:
+        return None
+
     def stats(self) -> dict[str, BatcherStats]:
         return self._stats
 

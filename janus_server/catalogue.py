@@ -96,6 +96,7 @@ class OpenedModel:
             preload=self.entry.options.preload,
             kv_token_bytes=self.kv.token_bytes,
             context_tokens=self.context_tokens,
+            numbers=f"{form_names(self.placed)} (keys and values {self.spec.dtype.name.lower()})",
         )
 
     def card(self, prefix_caching: bool) -> ModelCard:

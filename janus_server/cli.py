@@ -205,7 +205,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     )
     from janus_server.serve import run
 
-    return int(run(config))
+    return int(run(config, chosen.listen_fd))
 
 
 def _chat(chosen: argparse.Namespace) -> int:
@@ -284,6 +284,8 @@ def _serve_parser(kinds: Any) -> _Parser:
         else:
             shape["metavar"] = setting.metavar or setting.key.upper()
         parser.add_argument(*setting.flags, **shape)
+    # What `--nodes` gives to each of its nodes.
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     # Known only to be refused with what to do instead: other servers have it.
     parser.add_argument("--api-key", nargs="*", help=argparse.SUPPRESS)
     return parser

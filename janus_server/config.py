@@ -97,6 +97,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
     join: str | None = None
     cluster_secret: Path | None = None
+    etcd_login: Path | None = None
     pd_split: Split = Split.OFF
     domain: str | None = None
     peer_host: str = _OWN_HOST
@@ -180,7 +181,7 @@ def _check_alone(config: ServeConfig) -> None:
         "--cluster-secret": config.cluster_secret is not None, "--domain": config.domain is not None,
         "--peer-host": config.peer_host != _OWN_HOST, "--peer-certfile": config.peer_certfile is not None,
         "--peer-keyfile": config.peer_keyfile is not None, "--peer-cafile": config.peer_cafile is not None,
-        "--pd-split": config.pd_split is not Split.OFF,
+        "--etcd-login": config.etcd_login is not None, "--pd-split": config.pd_split is not Split.OFF,
     }  # fmt: skip
     for flag, is_given in given.items():
         if is_given:
@@ -206,6 +207,8 @@ def _checked(config: ServeConfig) -> ServeConfig:
     if config.nodes > 1 and config.node is not None:
         raise BadConfig("--nodes names its nodes itself: leave --node out")
     _check_alone(config)
+    if config.etcd_login is not None and "://" not in (config.join or ""):
+        raise BadConfig("--etcd-login is for nodes that meet in etcd: give --join etcd://HOST:2379/NAME")
     peer_files = (config.peer_certfile, config.peer_keyfile, config.peer_cafile)
     if any(peer_files) and not all(peer_files):
         raise BadConfig("--peer-certfile, --peer-keyfile and --peer-cafile go together: give all three, or none")

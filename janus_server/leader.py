@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
-from janus_server.api.cluster import LeaderView
+from janus_server.api.cluster import Decision, LeaderView
 from janus_server.cluster.decisions import Decisions
 from janus_server.cluster.sight import leader_view
 from janus_server.desk import FrontDesk
@@ -74,6 +74,9 @@ class Leads(Protocol):
 
     def leading(self) -> LeaderView | None:
         """What it knows as the leader, without predictions; None where another node leads."""
+
+    def decided(self) -> list[Decision]:
+        """What it decided in terms that are over, the newest last."""
 
     def held(self, model: str) -> int:
         """Calls that came here and that nobody has begun."""
@@ -151,6 +154,9 @@ class Leader:
     def leading(self) -> LeaderView:
         held = {model: self.held(model) for model in self._lifecycle.residents}
         return leader_view(self._brain, self._decisions.last(), held)
+
+    def decided(self) -> list[Decision]:
+        return []
 
     def held(self, model: str) -> int:
         """Calls that wait for it to be Active."""

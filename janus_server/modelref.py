@@ -6,6 +6,7 @@ does not look inside (that is `model/load`). The network is touched only for a h
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -47,6 +48,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
 
 NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:@/+-]{0,126}[A-Za-z0-9])?")
+_MOST_SHOWN: Final = 200
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # Weights are safetensors or GGUF; everything else a checkpoint needs is small. Pickled weights are never fetched.
 _HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
@@ -55,7 +57,7 @@ _HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*
 def resolve(text: str) -> ModelEntry:
     """The entry that one command-line argument stands for; BadConfig when there is none."""
     left, equals, right = text.partition("=")
-    if equals and not Path(text).exists():
+    if equals and not _is_there(text):
         return named(left, right)
     entry = _find(text)
     check_name(entry.name, hint=f"write NAME={text}")
@@ -92,7 +94,16 @@ def unique(entries: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
 def check_name(name: str, hint: str, what: str = "a model") -> None:
     """BadConfig unless clients can send it."""
     if not NAME.fullmatch(name):
-        raise BadConfig(f"{name!r} cannot name {what} (letters, digits and . _ : @ / + - inside, at most 128); {hint}")
+        raise BadConfig(
+            f"{shown(name)!r} cannot name {what} (letters, digits and . _ : @ / + - inside, at most 128); {hint}"
+        )
+    if {".", ".."} & set(name.split("/")):  # clients resolve these in an address, and would mean another model
+        raise BadConfig(f"{name!r} cannot name {what}: no part of it may be . or ..; {hint}")
+
+
+def shown(text: str) -> str:
+    """What a message repeats of it."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _find(reference: str) -> ModelEntry:
@@ -100,8 +111,8 @@ def _find(reference: str) -> ModelEntry:
     known = packaged(reference)
     if known is not None:
         return ModelEntry(known.alias, locate(known), known.sampling)
-    path = Path(reference).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(reference))
+    if _is_there(path):
         path = path.resolve()
         _check_checkpoint(path)
         return ModelEntry(path.stem if path.is_file() else path.name, path)
@@ -109,9 +120,14 @@ def _find(reference: str) -> ModelEntry:
         return ModelEntry(reference, _from_hub(reference))
     hint = nearest(reference, [model.alias for model in PACKAGED])
     raise BadConfig(
-        f"model {reference!r} is neither a folder, a .gguf file nor a known alias{hint}; "
+        f"model {shown(reference)!r} is neither a folder, a .gguf file nor a known alias{hint}; "
         f"aliases: {', '.join(model.alias for model in PACKAGED)}"
     )
+
+
+def _is_there(path: str | Path) -> bool:
+    """Also for what can be no path, being too long: there is nothing then."""
+    return os.path.exists(path)
 
 
 def _check_checkpoint(path: Path) -> None:

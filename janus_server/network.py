@@ -38,6 +38,22 @@ def bind(host: str, port: int) -> socket.socket:
         raise BadConfig(f"{host} port {port} {reason}") from None
 
 
+def inherited(number: int) -> socket.socket:
+    """The socket that whoever started this process listens on, to accept its connections.
+
+    It outlives this process and is never shut down here: who connects while no process accepts waits for the next one.
+    """
+    try:
+        listening = socket.socket(fileno=number)
+        if listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listening.set_inheritable(False)
+            return listening
+        listening.detach()
+    except OSError:
+        pass
+    raise BadConfig(f"--listen-fd {number}: that is no listening socket of whoever started this process")
+
+
 def check_exposure(config: ServeConfig, keys: KeyRing, address: str) -> str | None:
     """Refuse to be reached from other machines without a key; a warning when the key travels in the clear."""
     if is_local(address):

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +26,7 @@ from janus_server.executor import DeviceThread, EndAll, StepReport, Stop
 from janus_server.fitting import Fitter, possible
 from janus_server.fork import want_of
 from janus_server.instance import ServedModel
+from janus_server.intake import Intake
 from janus_server.journal import Entry, Journal
 from janus_server.kv.host import HostCopies
 from janus_server.kv.touch import TouchAhead
@@ -49,7 +50,7 @@ from janus_server.tokens.render import Renderers
 from janus_server.transfer.rundir import Peering
 from janus_server.transfer.serving import PeerServer
 from janus_server.types import BatcherStats, HandedOver, Load, ModelCard, Owner
-from janus_server.watch import Watch
+from janus_server.watch import Watch, each
 
 if TYPE_CHECKING:
     from janus_server.cluster.hosting import Hosting
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("janus.node")
 
 NODE = "n0"
-P = ParamSpec("P")
 
 
 class Node:
@@ -79,8 +79,7 @@ class Node:
         self.streams = Streams(self.telemetry.arrived)
         self.pool_pages = config.memory_bytes // config.page_bytes
         self.free_pages = self.pool_pages
-        self._loaded = False
-        self._draining: str | None = None
+        self._intake = Intake(place is not None, lambda: self._member is not None and self._member.accompanied)
         self._device: DeviceThread | None = None
         self._toucher: TouchAhead | None = None
         self._lifecycle: Lifecycle | None = None
@@ -103,17 +102,19 @@ class Node:
 
     def refusing(self) -> str | None:
         """Why no model can take requests just now, or None."""
-        if self._draining is not None:
-            return self._draining
-        if not self._loaded:
-            return "the models are still loading"
+        if (why := self._intake.closed()) is not None:
+            return why
         if self._device is None or not self._device.alive:
             return "the device thread has ended"
         return None
 
+    async def turning_away(self) -> str | None:
+        """Why a client's request is not taken, or None. In a cluster it may wait for the start, or run elsewhere."""
+        return None if await self._intake.elsewhere() else self.refusing()
+
     def ready(self) -> str | None:
         """None when requests are taken, else the reason why not."""
-        return self.refusing() or self._frozen()
+        return self.refusing() or self._frozen() or (None if self._member is None else self._member.emptied())
 
     @property
     def prepared(self) -> Mapping[str, ServedModel]:
@@ -185,7 +186,7 @@ class Node:
         here = self._desk = desk if member is None else unused
         lifecycle = self._lifecycle = Lifecycle(
             self._config, opened.catalogue, xtensor, opened.kernels, device, scarcity, self.streams, self._renderers,
-            copies, here, _each(watch.progress, progress), self._peering,
+            copies, here, each(watch.progress, progress), self._peering,
             outside=member,
         )  # fmt: skip
         prepared = self._prepared = Prepared(lifecycle, self._config.prepare_bytes)
@@ -193,14 +194,14 @@ class Node:
         self.cards = MappingProxyType(lifecycle.cards)
         self._stats = MappingProxyType({name: BatcherStats(0, 0, 0, 0, 0, 0, 0) for name in self.cards})
         settings = self._foresee(opened.catalogue, xtensor.pool.free_pages, lifecycle.imagined)
-        see = _each(_each(watch.see, self.telemetry.see), prepared.see)
+        see = each(each(watch.see, self.telemetry.see), prepared.see)
         device.start()
         toucher.start(ahead_of(opened.catalogue))
         self._pages, self.free_pages = xtensor.pool.held(), xtensor.pool.free_pages
         start = Start(lifecycle.trouble)
         leads: Leads | None = member
         if leads is None:
-            leads = leader = self._alone(settings, lifecycle, desk, _each(see, start.see), peers)
+            leads = leader = self._alone(settings, lifecycle, desk, each(see, start.see), peers)
             leader.join(self.free_pages, lifecycle.host_bytes)
         self._leader = leads
         self.operator = Operator(
@@ -213,7 +214,7 @@ class Node:
         if member is not None:
             await member.open(self._hosting(settings, lifecycle, see, lookout.own, opened, device, scarcity))
         toucher.below(xtensor.pool.high_mark)  # scratch at first; not beside the load, which is waited for
-        self._loaded = True
+        self._intake.opened()
         prepared.start()
         self.telemetry.start(self._active, leads.observed)
 
@@ -248,7 +249,7 @@ class Node:
 
     def _hosting(
         self, settings: BrainSettings, lifecycle: Lifecycle, see: Callable[[Event | Action], None],
-        sight: Callable[[], bytes], opened: Opened, device: DeviceThread, scarcity: Scarcity,
+        sight: Callable[[bool], bytes], opened: Opened, device: DeviceThread, scarcity: Scarcity,
     ) -> Hosting:  # fmt: skip
         from janus_server.cluster.hosting import Hosting, Paging, known_models
 
@@ -269,6 +270,16 @@ class Node:
         """Requests of other nodes that run here."""
         return 0 if self._member is None else self._member.busy
 
+    @property
+    def relaying(self) -> bool:
+        """It leaves, and its cluster has other nodes."""
+        return self._intake.leaving and self._member is not None and self._member.accompanied
+
+    @property
+    def busy(self) -> bool:
+        """Requests of a cluster run here, its own clients' or others'."""
+        return self._member is not None and self._member.running
+
     def handed_over(self) -> HandedOver | None:
         """What other nodes computed for requests that run here; None where there are none."""
         return None if self._member is None else self._member.handed_over()
@@ -285,7 +296,7 @@ class Node:
     @property
     def leaving(self) -> bool:
         """It refuses new requests and is about to end."""
-        return self._draining is not None
+        return self._intake.ending is not None
 
     def _active(self) -> list[str]:
         return [name for name, stage in self.stages().items() if stage is Stage.ACTIVE]
@@ -312,13 +323,13 @@ class Node:
 
     def pause(self, reason: str) -> None:
         """Refuse new requests of clients; what other nodes of the cluster send is still run."""
-        self._draining = reason
+        self._intake.pause(reason)
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests; running ones go on."""
-        self.pause(reason)
+        """Run no new requests, which are refused where no other node runs them; running ones go on."""
+        self._intake.leave(reason)
         if self._member is not None:
-            self._member.withdraw()
+            self._member.withdraw(self._intake.leaving)
         open_requests = len(self.streams)
         decision(f"no new requests: {reason}; {open_requests} go on", kind="drain", open_requests=open_requests)
 
@@ -379,16 +390,6 @@ class Node:
 
 def _nothing(entry: Entry) -> None:
     """No journal was asked for."""
-
-
-def _each(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:
-    """Both, one after the other."""
-
-    def call(*arguments: P.args, **named: P.kwargs) -> None:
-        first(*arguments, **named)
-        second(*arguments, **named)
-
-    return call
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, deliver: Callable[[StepReport], None], report: StepReport) -> None:

@@ -24,7 +24,7 @@ from janus_server.api.admin import (
     Taking,
     memory_map,
 )
-from janus_server.api.cluster import LeaderView
+from janus_server.api.cluster import Decision, LeaderView
 from janus_server.errors import Refused
 from janus_server.executor import DeviceThread
 from janus_server.kv.host import HostCopies
@@ -84,6 +84,10 @@ class Operator:
     def leading(self) -> LeaderView | None:
         """What this node knows as the leader; None where another one is."""
         return self._leader.leading()
+
+    def decided(self) -> list[Decision]:
+        """What it decided in terms that are over."""
+        return self._leader.decided()
 
     @property
     def host_budget_bytes(self) -> int:

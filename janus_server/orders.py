@@ -10,7 +10,7 @@ import enum
 
 import msgspec
 
-from janus_server.duty import Assigned, Duty
+from janus_server.duty import Assigned, Count, Duty
 from janus_server.sched.cost import PromptCost
 from janus_server.sched.oracle_records import Fitted, Observation, Subject
 from janus_server.sched.prefixes import Cached, PrefixKey
@@ -92,6 +92,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     it fits beside those before it. attain is the share of its requests that are to be on time, None where nothing is
     promised; models of a higher priority get their devices first. checkpoint is a digest of its files: nodes of one
     cluster have the same. kv_token_bytes are the keys and values of one token; a sequence has context_tokens at most.
+    numbers are the forms that its weights and its keys and values are held in.
     """
 
     model: str
@@ -110,6 +111,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""
     kv_token_bytes: int = 0
     context_tokens: int = 0
+    numbers: str = ""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     """A node with its pool, its budget for host copies, the catalogue, and what its peers offer (as in `Offered`).
 
     Nodes of one host share its memory, nodes of one domain have fast links to each other. duty is what an operator has
-    it do, as it was told last.
+    it do, as it was told last, and since as in `Charge`; process is another one for each that has the node's name.
     """
 
     node: str
@@ -149,6 +151,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     host: str = ""
     domain: str = ""
     duty: Duty = Duty.SERVE
+    since: tuple[Count, Count] = (0, 0)
+    process: str = ""
 
 
 class Offered(msgspec.Struct, frozen=True, tag=True):

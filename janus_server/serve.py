@@ -28,7 +28,7 @@ from janus_server.config import LogFormat, ServeConfig, run_folders
 from janus_server.errors import BadConfig, BadModel
 from janus_server.keys import KeyRing
 from janus_server.localkey import offered
-from janus_server.network import bind, check_exposure, connections_to_have, is_local, tls_context
+from janus_server.network import bind, check_exposure, connections_to_have, inherited, is_local, tls_context
 from janus_server.node import Node
 from janus_server.observe import log as logs
 from janus_server.observe.trace import Tracer
@@ -50,10 +50,16 @@ log = logging.getLogger("janus.serve")
 PAUSED: Final = "no request is open here any more"
 # How long requests that were told to end may take to write their last words.
 _LAST_WORDS_S = 2.0
+_SHUTTING_DOWN: Final = "the server is shutting down"
+# So long nothing is asked on connections that are open before a node of a cluster closes them.
+_QUIET_S: Final = 0.5
 
 
-def run(config: ServeConfig) -> int:
-    """Serve until a signal; 0 after a clean end, 2 when the model or a setting cannot be used."""
+def run(config: ServeConfig, listen_fd: int | None = None) -> int:
+    """Serve until a signal; 0 after a clean end, 2 when the model or a setting cannot be used.
+
+    listen_fd is a socket that listens for this process already; without it, it binds its own.
+    """
     lines = logs.start(sys.stderr, config.log_level.value, config.log_format is LogFormat.JSON)
     tracer = None
     try:
@@ -70,7 +76,7 @@ def run(config: ServeConfig) -> int:
         if connections < config.max_connections:
             log.warning("at most %d connections: the process may open no more files (ulimit -n)", connections)
         config = msgspec.structs.replace(config, max_connections=connections)
-        with bind(config.host, config.port) as listening:
+        with bind(config.host, config.port) if listen_fd is None else inherited(listen_fd) as listening:
             if (warning := check_exposure(config, keys, listening.getsockname()[0])) is not None:
                 log.warning("%s", warning)
             with _local_admin(keys, listening) as all_keys:
@@ -132,6 +138,8 @@ async def _serve(
             gc.freeze()
             await stopped
             await _drain(config, node, server, hurry)
+        else:
+            node.pause(_SHUTTING_DOWN)
     finally:
         await server.close()
         opening.cancel()
@@ -151,6 +159,7 @@ def _place(config: ServeConfig, peering: Peering | None) -> Place | None:
     tls = None if certificate is None or key is None or ca is None else TlsFiles(certificate, key, ca)
     return Place(
         node=config.node, join=config.join, domain=config.domain or "", secret=config.cluster_secret,
+        login=config.etcd_login,
         host=config.peer_host, tls=tls, process=peering.incarnation,
     )  # fmt: skip
 
@@ -196,7 +205,7 @@ def _reload_keys(config: ServeConfig, old: KeyRing, server: Listener) -> None:
 
 async def _pause(config: ServeConfig, node: Node, server: Listener) -> None:
     """The whole cluster ends: no client is let in, but whatever other nodes wait for is run until all are so far."""
-    node.pause("the server is shutting down")
+    node.pause(_SHUTTING_DOWN)
     while server.active:
         await asyncio.sleep(0.02)
     if config.log_format is LogFormat.JSON:
@@ -211,7 +220,8 @@ async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: async
     In progress is what has reached the gate: a request whose body still arrives, or that is being encoded, is among
     them, although the node does not know it yet.
     """
-    node.drain("the server is shutting down")
+    node.drain(_SHUTTING_DOWN)
+    until_s = time.monotonic() + config.shutdown_timeout_s
     if server.active:
         requests = "1 request" if server.active == 1 else f"{server.active} requests"
         sentence = f"finishing {requests} (Ctrl-C again to end them now)"
@@ -219,7 +229,9 @@ async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: async
             logs.decision(sentence, kind="drain", open_requests=server.active)
         else:
             print(f"janus: {sentence}", file=sys.stderr)
-    await _idle(lambda: server.active + node.guests, config.shutdown_timeout_s, hurry)
+    if node.relaying:
+        await _hand_on(node, server, until_s, hurry)
+    await _idle(lambda: server.active + node.guests, until_s - time.monotonic(), hurry)
     if server.active or node.guests:
         log.warning("ending %d requests before they are complete", server.active + node.guests)
         node.end_all()
@@ -227,6 +239,21 @@ async def _drain(config: ServeConfig, node: Node, server: Listener, hurry: async
         # Left are those that no model runs, and all of them if the device thread is stuck.
         server.end_all()
         await _idle(lambda: server.active, _LAST_WORDS_S)
+
+
+async def _hand_on(node: Node, server: Listener, until_s: float, hurry: asyncio.Event) -> None:
+    """As long as anything runs here, other nodes run what comes in. Then nobody is let in, and who was is answered.
+
+    A client may have connected a moment ago and not have asked yet, or have been told before that it may ask again.
+    """
+    server.part()
+    await _idle(lambda: node.busy, until_s - time.monotonic(), hurry)
+    await server.accept_no_more()
+    asked_s = time.monotonic()
+    while server.connections and time.monotonic() < min(until_s, asked_s + _QUIET_S) and not hurry.is_set():
+        await asyncio.sleep(0.02)
+        if server.active:
+            asked_s = time.monotonic()
 
 
 async def _idle(active: Callable[[], int], limit_s: float, hurry: asyncio.Event | None = None) -> None:

@@ -39,6 +39,14 @@ CLUSTER: Final[tuple[Setting, ...]] = (
         "FILE",
     ),
     Setting(
+        "etcd_login",
+        "etcd_login",
+        file,
+        ("--etcd-login",),
+        "file with USER:PASSWORD for an etcd that wants them, readable by you alone (encrypted with etcds:// only)",
+        "FILE",
+    ),
+    Setting(
         "pd_split",
         "pd_split",
         choice(Split),

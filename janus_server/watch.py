@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 from janus_server.api.admin import LOST, ModelEvent, UnderWay, told
 from janus_server.orders import Action, Done, Event, Failed, Lost, Order, Refuse, Verb
@@ -19,6 +20,18 @@ from janus_server.orders import Action, Done, Event, Failed, Lost, Order, Refuse
 PROGRESS_EVERY_S = 0.2
 PROGRESS_QUEUE = 32
 QUEUE = 1024
+
+P = ParamSpec("P")
+
+
+def each(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:
+    """Both, one after the other."""
+
+    def call(*arguments: P.args, **named: P.kwargs) -> None:
+        first(*arguments, **named)
+        second(*arguments, **named)
+
+    return call
 
 
 class Subscription:

@@ -60,13 +60,34 @@ class ApplicationView(msgspec.Struct, kw_only=True):
     tpot: Spread
 
 
+class Come(msgspec.Struct, kw_only=True):
+    """What was counted of one application within a stretch of time. ttft and tpot are by the bounds of its
+    `ApplicationView`."""
+
+    application: str
+    requests: int = 0
+    failed: int = 0
+    ended: int = 0
+    attained: int = 0
+    ttft: list[int]
+    tpot: list[int]
+
+
+class Stretch(msgspec.Struct, kw_only=True):
+    """over_s seconds that ended ago_s before the node said so. What is left out of came had nothing to tell."""
+
+    ago_s: float
+    over_s: float
+    came: list[Come]
+
+
 class Decision(msgspec.Struct, kw_only=True):
     """A sentence of the Brain's: what it ordered or found, of which model ("" for none), on which node ("" for none).
     time is Unix time."""
 
     time: float
     term: int
-    kind: Literal["order", "decided", "refused", "done", "failed", "lost", "joined", "left"]
+    kind: Literal["order", "decided", "refused", "done", "failed", "lost", "joined", "left", "leads"]
     model: str = ""
     node: str = ""
     verb: str = ""
@@ -97,7 +118,9 @@ class LeaderView(msgspec.Struct, kw_only=True):
 class NodeView(msgspec.Struct, kw_only=True):
     """One node. url is where its HTTP API is, "" where it is not known; leads holds what it knows as the leader, None
     on all others. empty says that nothing is up there and nothing on its way: once an operator has emptied it, it can
-    be stopped. trouble says why nothing is known of a node that is a member: then the rest is empty."""
+    be stopped. trouble says why nothing is known of a node that is a member: then the rest is empty. decided are the
+    last decisions of terms that it led in before, the newest last; past is told to who asks for it: the last minutes,
+    in order and without a gap up to now."""
 
     node: str
     url: str = ""
@@ -115,6 +138,8 @@ class NodeView(msgspec.Struct, kw_only=True):
     host_budget_bytes: int = 0
     models: list[ModelView] = []
     applications: list[ApplicationView] = []
+    past: list[Stretch] = []
+    decided: list[Decision] = []
     leads: LeaderView | None = None
     trouble: str | None = None
 
@@ -133,6 +158,13 @@ class ClusterView(msgspec.Struct, kw_only=True):
 def leads_of(view: ClusterView) -> LeaderView | None:
     """What the leader knows; None while nobody leads, or it does not answer."""
     return next((node.leads for node in view.nodes if node.leads is not None), None)
+
+
+def decisions_of(view: ClusterView) -> list[Decision]:
+    """Those of all leaders that are known, each once, the newest last."""
+    told = [one for node in view.nodes for one in (*node.decided, *(node.leads.decisions if node.leads else ()))]
+    once = {msgspec.structs.astuple(one): one for one in told}
+    return sorted(once.values(), key=lambda one: one.time)
 
 
 def where_served(view: ClusterView) -> dict[str, Sequence[str]]:

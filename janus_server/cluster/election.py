@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from janus_server.api.cluster import Decision
+from janus_server.cluster.decisions import Decisions
 from janus_server.cluster.hosting import Hosting
 from janus_server.cluster.lead import Lead
 from janus_server.cluster.meeting import Meeting
+from janus_server.cluster.sight import DECIDED_MOST
 from janus_server.errors import BadConfig
 from janus_server.journal import Entry, Journal
 from janus_server.sched.brain import Brain
@@ -26,9 +30,14 @@ _MOST_EARLY: Final = 10_000
 class Election:
     """At most one term at a time."""
 
-    def __init__(self, node: str, hosting: Hosting, meeting: Meeting, give_here: Callable[[int, Given], None]) -> None:
-        """give_here(number, action) is for what this node gives itself."""
+    def __init__(
+        self, node: str, hosting: Hosting, meeting: Meeting, give_here: Callable[[int, Given], None],
+        knew: Callable[[], Collection[str]],
+    ) -> None:  # fmt: skip
+        """give_here(number, action) is for what this node gives itself; knew() are the nodes of the term before."""
         self.lead: Lead | None = None
+        self._knew = knew
+        self._decided: deque[Decision] = deque(maxlen=DECIDED_MOST)
         self._node, self._hosting, self._meeting = node, hosting, meeting
         self._give_here = give_here
         self._early: list[tuple[str, int, Sequence[Told]]] = []
@@ -39,11 +48,16 @@ class Election:
         """Once it decides."""
         return None if self.lead is None or self.lead.listening else self.lead.brain
 
+    def decided(self) -> list[Decision]:
+        """The last decisions of terms that are over, the newest last."""
+        return list(self._decided)
+
     def begin(self, term: int) -> None:
         brain = Brain(self._hosting.settings, term)
         self._journal = self._open(brain)
         record = _nothing if self._journal is None else self._journal.write
-        self.lead = Lead(brain, self._meeting.names, self._give, record, self._hosting.fitter)
+        decisions = Decisions(term, self._node, self._knew())
+        self.lead = Lead(brain, self._meeting.near, self._give, record, self._hosting.fitter, decisions)
         log.info("%s leads, in term %d", self._node, term)
         early, self._early = self._early, []
         for node, of_term, events in early:
@@ -53,6 +67,7 @@ class Election:
         lead, self.lead = self.lead, None
         if lead is not None:
             log.info("%s leads no more, term %d is over", self._node, lead.term)
+            self._decided += lead.decided()
             await lead.close()
         if self._journal is not None:
             self._journal.close()

@@ -1,6 +1,8 @@
-"""Whether nodes mean the same by a model: its name, the digest of its files as each read them, its context. Pure.
+"""Whether nodes mean the same by a model: its name, the digest of its files as each read them, what it computes
+with, its context. Pure.
 
-A request that one node takes may run on any other: so each must have room for the longest.
+A request that one node takes may run on any other, and go on there: so each must come to the same words, and have room
+for the longest.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Files:
 
 
 def _trouble(node: str, mine: _Models, other: str, theirs: _Models) -> str | None:
-    """A digest or a context that is not known is like any."""
+    """What is not known of a model is like any."""
     same = "nodes of one cluster are given the same models"
     if missing := sorted(theirs.keys() - mine.keys()):
         return f"node {node} lacks {', '.join(missing)}, which node {other} has: {same}"
@@ -43,6 +45,9 @@ def _trouble(node: str, mine: _Models, other: str, theirs: _Models) -> str | Non
         their = theirs[model]
         if own.checkpoint and their.checkpoint and own.checkpoint != their.checkpoint:
             return f"node {node} has other files of {model} than node {other}: give one of them another name"
+        if own.numbers and their.numbers and own.numbers != their.numbers:
+            return (f"node {node} computes {model} in {own.numbers} and node {other} in {their.numbers}: give all the "
+                    "same --dtype and --kernels")  # fmt: skip
         lengths = own.context_tokens, their.context_tokens
         if all(lengths) and lengths[0] != lengths[1]:
             return (f"node {node} has sequences of {lengths[0]} tokens of {model} and node {other} of {lengths[1]}: "

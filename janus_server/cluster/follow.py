@@ -7,13 +7,14 @@ what there is. Lives on the loop and decides nothing.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from janus_server.duty import Duty
+from janus_server.duty import Charge
 from janus_server.leader import carried
 from janus_server.orders import (
     Action,
@@ -52,7 +53,8 @@ class Follower:
         self._tasks: set[asyncio.Task[None]] = set()
         self._known = False
         self._withdrawn = False
-        self._duty = Duty.SERVE
+        self._process = secrets.token_hex(8)
+        self._charge = Charge()
         self._pinned: dict[str, bool] = {}
         self._subjects: dict[str, Subject] = {}
         self._said: dict[str, float] | None = None  # since when each model rests
@@ -62,9 +64,11 @@ class Follower:
         self._withdrawn = True
         self._tell([Joined(self._node, 0, 0, ())])
 
-    def assigned(self, duty: Duty) -> None:
-        """What an operator has the node do, as the leader says: the next one is told."""
-        self._duty = duty
+    def assigned(self, charge: Charge) -> None:
+        """What an operator has the node do, as the leader says, unless it was told something later: the next leader is
+        told."""
+        if charge.since > self._charge.since:
+            self._charge = charge
 
     def pinned(self, model: str, pinned: bool) -> None:
         """An operator pinned it here, or let it go again, and the leader took it: the next one is told."""
@@ -84,9 +88,11 @@ class Follower:
             for one in self._models()
         )
         self._known = True
-        told: list[Told] = [
-            Joined(self._node, self._pool_pages, self._host_bytes, models, {}, self._host, self._domain, self._duty)
-        ]
+        joined = Joined(
+            self._node, self._pool_pages, self._host_bytes, models, {}, self._host, self._domain,
+            self._charge.duty, self._charge.since, self._process,
+        )  # fmt: skip
+        told: list[Told] = [joined]
         for name, resident in self._lifecycle.residents.items():
             if self._lifecycle.has_copy(name):  # no other event says that the host holds one
                 told.append(Lost(self._node, name, resident.stage, True))

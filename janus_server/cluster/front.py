@@ -42,6 +42,8 @@ _LONGEST_PAUSE_S: Final = 1.0
 # What no other node could mend, and what this node did itself.
 _LASTING: Final = frozenset({Trouble.UNSOUND, Trouble.TOO_LATE, Trouble.FAILED, Trouble.SLOW})
 _CLOSING: Final = "the server is shutting down"
+# How long calls at a node that leaves wait for somebody to lead, where it is not known who else serves their model.
+_LEADERLESS_S: Final = 10.0
 _GIVEN_UP: Final = "the nodes that could run this request were lost one after the other; try again"
 
 
@@ -124,11 +126,20 @@ class Front:
         self._unserved_s: dict[str, float] = {}
         self._turn = 0
         self.led = True
-        self.closing = False  # this node and perhaps all others are about to leave
+        self._until_s: float | None = None  # nothing begins here any more; so long calls wait for a leader
         self._since_s = time.monotonic()
 
     def line(self, model: str) -> Line:
         return Line(model, self)
+
+    def close(self, alone: bool) -> None:
+        """Nothing begins here any more. alone: other nodes stay, and one of them will lead."""
+        self._until_s = time.monotonic() + (_LEADERLESS_S if alone else 0.0)
+
+    @property
+    def running(self) -> bool:
+        """Calls run here."""
+        return any(one.node == self._node for one in self._calls.values())
 
     def waiting(self, model: str) -> int:
         """Calls that nobody has begun."""
@@ -258,12 +269,14 @@ class Front:
 
     def _unled(self, waiter: Waiter) -> None:
         """Nobody says where it shall run: the last table does."""
-        nodes = self._routes.get(waiter.model)
-        if self.closing:
-            waiter.call.refuse(Refused(_CLOSING, status=503, kind="server_error", code="not_ready"))
-        elif nodes:
+        nodes = self._routes.get(waiter.model, ())
+        if self._until_s is not None:
+            nodes = [node for node in nodes if node != self._node and self._link(node) is not None]
+        if nodes:
             self._turn += 1
             self._begin(waiter, nodes[self._turn % len(nodes)])
+        elif self._until_s is not None and time.monotonic() >= self._until_s:
+            waiter.call.refuse(Refused(_CLOSING, status=503, kind="server_error", code="not_ready", retry_after_s=1.0))
 
     def _ticket(self, model: str, call: Call, attempt: int) -> Ticket:
         tokens = call.prompt_tokens
@@ -291,7 +304,7 @@ class Front:
         call = waiter.call
         if node == self._node:
             flow = self._here.flow(waiter.model)
-            if not flow.open:
+            if not flow.open or self._until_s is not None:
                 self._again(waiter)
                 return
             flow.admit(call)

@@ -35,7 +35,7 @@ class Paging:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosting:
     """known() are the models with all that a leader is to know of them, seen() is shown orders and their ends, counts()
-    are this node's totals by model, sight() is what others are told of the node. With a journal, every term that
+    are this node's totals by model, sight(past) is what others are told of the node. With a journal, every term that
     it leads in is written to a file of its own beside that path."""
 
     lifecycle: Lifecycle
@@ -45,7 +45,7 @@ class Hosting:
     known: Callable[[], tuple[KnownModel, ...]]
     seen: Callable[[Event | Action], None]
     counts: Callable[[], Mapping[str, Counts]]
-    sight: Callable[[], bytes]
+    sight: Callable[[bool], bytes]
     peering: Peering | None
     memory: CpuMemory
     paging: Paging

@@ -1,7 +1,7 @@
 """A node's way into its cluster: until its leader knows it and the models of the start are served. `member` waits here.
 
 A node stands for election once its leader has taken it in, or where there is nobody to take it in: one with other
-models than the rest must not come to lead them.
+models or another secret than the rest must not come to lead them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from janus_server.cluster.meeting import Meeting
+from janus_server.cluster.outsider import Outsider
 from janus_server.errors import BadConfig
-from janus_server.wire.frames import Table
+from janus_server.wire.frames import Role, Table
+from janus_server.wire.trouble import Trouble
 
 log = logging.getLogger("janus.cluster")
 
@@ -31,16 +33,19 @@ async def joined(
     """awaited are models that are to be loaded at start, table() is what the leader said last, refused() why it does
     not take this node in: then that is a BadConfig.
     """
-    standing = False
+    standing, outsider = False, Outsider()
     vacant_s = taken_s = None
     while True:
         await asyncio.sleep(_LOOK_S)
-        if why := refused() or meeting.foreign():
-            raise BadConfig(why)
         now, said = time.monotonic(), table()
+        leader = meeting.view.leader
         known = said is not None and meeting.node in said.nodes
-        vacant_s = None if meeting.view.leader is not None else vacant_s or now
-        if not standing and (known or (vacant_s is not None and _may_stand(meeting, now - vacant_s))):
+        strange = outsider.look(_links(meeting), None if leader is None else leader.name, now)
+        if why := refused() or meeting.foreign() or (None if known else strange):
+            raise BadConfig(why)
+        vacant_s = None if leader is not None else vacant_s or now
+        free = vacant_s is not None and not outsider.barred and _may_stand(meeting, now - vacant_s)
+        if not standing and (known or free):
             standing = True
             meeting.stand()
         if said is None or not known:
@@ -52,6 +57,12 @@ async def joined(
             if resting:
                 log.info("not loaded at start, there is no room beside the others: %s", ", ".join(resting))
             return
+
+
+def _links(meeting: Meeting) -> dict[str, Trouble | None]:
+    """How those to the others are."""
+    links = {name: meeting.link(name) for name in meeting.names()}
+    return {name: link.state(Role.CONTROL) for name, link in links.items() if link is not None}
 
 
 def _may_stand(meeting: Meeting, vacant_s: float) -> bool:

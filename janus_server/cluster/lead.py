@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from janus_server.api.cluster import LeaderView
+from janus_server.api.cluster import Decision, LeaderView
 from janus_server.cluster.decisions import Decisions
 from janus_server.cluster.files import Files
 from janus_server.cluster.prices import Prices
@@ -76,9 +76,10 @@ class Lead:
 
     def __init__(
         self, brain: Brain, there: Callable[[], Collection[str]], give: Giving, record: Callable[[Entry], None],
-        fitter: Fitter | None,
+        fitter: Fitter | None, decisions: Decisions | None = None,
     ) -> None:  # fmt: skip
-        """there() are the nodes that are there, as the coordinator says."""
+        """there() are the nodes that are there, as the coordinator says, and those that it misses while the links to
+        them live: after an outage everybody registers anew, some later than the leader is elected."""
         self._there = there
         self.term = brain.term
         self._brain = brain
@@ -95,7 +96,7 @@ class Lead:
         self._wanted: set[str] = set()
         self._tally = Tally()
         self._prices = Prices()
-        self._decisions = Decisions(brain.term)
+        self._decisions = decisions or Decisions(brain.term)
         self._files = Files()
         self._windows = Windows()
         self._window_s = time.monotonic()
@@ -120,6 +121,10 @@ class Lead:
         """What it knows and expects, for who looks on."""
         waiting = {model: len(tickets) for model, tickets in self._waiting.items()}
         return leader_view(self._brain, self._decisions.last(), waiting)
+
+    def decided(self) -> list[Decision]:
+        """The last of it, the newest last."""
+        return self._decisions.last()
 
     def hear(self, node: str, events: Sequence[Told]) -> None:
         """What a node tells; times in it are on this node's clock."""
@@ -195,6 +200,7 @@ class Lead:
         one would load it, or it would be refused.
         """
         heard, self._heard = self._heard or [], None
+        self._decisions.begin(self._there(), time.time())
         heard.sort(key=lambda one: not any(isinstance(event, Joined) for event in one[1]))
         told = [(node, event) for node, events in heard for event in events]
         for node, event in sorted(told, key=lambda one: isinstance(one[1], Traffic)):
@@ -317,7 +323,7 @@ class Lead:
         resting = tuple(
             model for model, where in routes.items() if not where and all(settled(node, model) for node in nodes)
         )
-        table = Table(number, routes, nodes, self._brain.leaving(), resting)
+        table = Table(number, routes, nodes, self._brain.charges(), resting)
         if table == self._table and now - self._tabled_s < _TABLE_S:
             return
         self._tabled_s = now

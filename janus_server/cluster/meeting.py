@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from janus_server.cluster.freight import Freight
-from janus_server.coordinator.address import open_coordinator, read_address
+from janus_server.cluster.missed import Missed
+from janus_server.coordinator.address import open_coordinator, read_address, read_login
 from janus_server.coordinator.base import Session, boot_clock
 from janus_server.coordinator.records import Altered, Back, Came, Change, Cut, Deposed, Elected, Led, Member, View, Went
 from janus_server.errors import BadConfig, Bug
@@ -40,6 +41,8 @@ log = logging.getLogger("janus.cluster")
 _LOCAL: Final = "local"
 SECRET: Final = "cluster.secret"
 _MACHINE: Final = Path("/proc/sys/kernel/random/boot_id")
+# A link whose node has beaten within that time lives. Less than a lease: of a node that is stopped nothing is hoped.
+_LIVES_S: Final = 1.0
 # Ends of connections that are no news: they are dialled again, or the node has left.
 _QUIET: Final = frozenset({Trouble.GONE, Trouble.CLOSED, Trouble.REPLACED, Trouble.NOBODY, Trouble.NO_ANSWER,
                            Trouble.LOST, Trouble.PEER})  # fmt: skip
@@ -47,13 +50,15 @@ _QUIET: Final = frozenset({Trouble.GONE, Trouble.CLOSED, Trouble.REPLACED, Troub
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """join is a run directory or etcd://…; without a secret file there is one in the run directory. Peers reach this
-    node at `host`, with TLS wherever that is another machine's. process is drawn anew by every process."""
+    """join is a run directory or etcd://…; without a secret file there is one in the run directory; login is
+    the file of the one to etcd. Peers reach this node at `host`, with TLS wherever that is another machine's. process
+    is drawn anew by every process."""
 
     node: str
     join: str
     domain: str = ""
     secret: Path | None = None
+    login: Path | None = None
     host: str = "127.0.0.1"
     tls: TlsFiles | None = None
     process: str = dataclasses.field(default_factory=lambda: os.urandom(8).hex())
@@ -91,6 +96,8 @@ class Meeting:
         self._listener: WireListener | None = None
         self._cluster = _LOCAL if "://" not in place.join else read_address(place.join).cluster
         self._version = server_version()
+        self._met: dict[str, Member] = {}
+        self._missed = Missed(self._lives, self._part)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -137,6 +144,11 @@ class Meeting:
     def names(self) -> list[str]:
         return [member.name for member in self.view.members]
 
+    def near(self) -> list[str]:
+        """As `names`, and those that the coordinator misses while the links to them live, and this node in any case: it
+        may lead before it has read that it is registered again."""
+        return list(dict.fromkeys((self.node, *self.names(), *self._met)))
+
     def foreign(self) -> str | None:
         """Why this node cannot follow whoever leads: another release of Janus."""
         leader = self.view.leader
@@ -166,7 +178,8 @@ class Meeting:
         self._links = Links(me, secret, None if tls is None else dialling_context(tls))
         self._freight = Freight(self._cluster, place.node, place.process, place.host, secret, tls)
         machine, domain = self.where
-        coordinator = open_coordinator(place.join)
+        login = None if place.login is None else read_login(place.login)
+        coordinator = open_coordinator(place.join, login=login)
         self._session = await coordinator.join(
             Member(
                 name=place.node, incarnation=place.process, url=me.endpoint, host=machine, domain=domain,
@@ -190,6 +203,7 @@ class Meeting:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._missed.close()
         if self._session is not None:
             await self._session.close()
         if self._links is not None:
@@ -233,9 +247,9 @@ class Meeting:
     async def _hear(self, change: Change) -> None:
         match change:
             case Came(member):
-                await self._meet(member)
+                await self._come(member)
             case Went(member):
-                await self._part(member)
+                await self._miss(member)
             case Altered(member):
                 await self._part(member)
                 await self._meet(member)
@@ -252,6 +266,23 @@ class Meeting:
             case Back():
                 log.info("the coordinator can be used again")
 
+    async def _miss(self, member: Member) -> None:
+        if await self._missed.miss(member):
+            log.info("node %s is not registered any more, but its link lives: it is waited for", member.name)
+
+    async def _come(self, member: Member) -> None:
+        if not await self._missed.back(member):
+            await self._meet(member)
+            return
+        log.info("node %s is registered again", member.name)
+        self._met[member.name] = member
+        self._owner.came(member.name)
+
+    def _lives(self, node: str) -> bool:
+        link = self.link(node)
+        quiet_s = None if link is None else link.asking.quiet_s
+        return quiet_s is not None and quiet_s < _LIVES_S
+
     async def _meet(self, member: Member) -> None:
         if member.name == self._place.node or self._links is None:
             return
@@ -267,17 +298,20 @@ class Meeting:
         except BadConfig as error:
             log.error("node %s cannot be linked to: %s", member.name, error)
             return
+        self._met[member.name] = member
         self._owner.came(member.name)
 
     async def _part(self, member: Member) -> None:
         if member.name == self._place.node or self._links is None or self._listener is None:
             return
         log.info("node %s is gone", member.name)
+        self._met.pop(member.name, None)
         self._owner.gone(member.name)  # before its requests look for another node
         self._listener.forget(member.name, member.process)
         await self._links.drop(member.name)
 
     def _changed(self, node: str, role: Role, trouble: Trouble | None) -> None:
+        self._missed.look(node)
         if trouble is not None and trouble not in _QUIET:
             log.warning("the %s link to node %s: %s", role.value, node, trouble.sentence)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from janus_server.api.cluster import LeaderView
+from janus_server.api.cluster import Decision, LeaderView
 from janus_server.cluster.election import Election
 from janus_server.cluster.follow import Follower
 from janus_server.cluster.front import Front, Line
@@ -26,7 +26,7 @@ from janus_server.cluster.prefixes import Prefixes, Trail
 from janus_server.cluster.telling import Telling, say_why
 from janus_server.cluster.tickets import dated
 from janus_server.cluster.wishing import Wishing
-from janus_server.duty import Duty
+from janus_server.duty import NOBODY, Charge, Duty
 from janus_server.flow import Flow
 from janus_server.orders import (
     Answer,
@@ -107,7 +107,7 @@ class Member:
             hosting.known, self._telling.tell, hosting.seen,
         )  # fmt: skip
         self._handover = Handover(hosting, self.meeting.link, self._work_s, self.term)
-        self._election = Election(self.node, hosting, self.meeting, self._given_here)
+        self._election = Election(self.node, hosting, self.meeting, self._given_here, self._knew)
         self._telling.open(self._follower, hosting.counts, self._election.hear)
         await self.meeting.open()
         if hosting.peering is not None:
@@ -142,15 +142,33 @@ class Member:
         routes = () if self._table is None else self._table.routes.get(model, ())
         return [node for node in routes if node != self.node]
 
+    def emptied(self) -> str | None:
+        """Why no node takes a request, where all are emptied, as far as the leader said."""
+        table = self._table
+        if table is None or not table.nodes or any(table.routes.values()):
+            return None
+        leaving = {node for node, charge in table.charges.items() if charge.duty is not Duty.SERVE}
+        return NOBODY if leaving.issuperset(table.nodes) else None
+
     @property
     def busy(self) -> int:
         """Requests of other nodes that run here."""
         return len(self.guests)
 
-    def withdraw(self) -> None:
-        """Take nothing more, and lead no more: what runs here goes on."""
+    @property
+    def running(self) -> bool:
+        """Requests run here, of whomever."""
+        return bool(len(self.guests)) or self.front.running
+
+    @property
+    def accompanied(self) -> bool:
+        """There are other nodes, as far as the leader said."""
+        return self._table is not None and any(node != self.node for node in self._table.nodes)
+
+    def withdraw(self, alone: bool) -> None:
+        """Run nothing more, and lead no more: what runs here goes on. alone: the others stay."""
         if self._closing is None:
-            self.front.closing = True
+            self.front.close(alone)
             self._follower.withdraw()
             self._closing = asyncio.create_task(self.meeting.resign())
 
@@ -197,6 +215,9 @@ class Member:
 
     def leading(self) -> LeaderView | None:
         return None if self._election.lead is None else self._election.lead.view()
+
+    def decided(self) -> list[Decision]:
+        return self._election.decided()
 
     def held(self, model: str) -> int:
         return self.front.waiting(model)
@@ -273,7 +294,7 @@ class Member:
     def answer(self, peer: Identity, term: int, question: Question) -> Replied | None:
         if isinstance(question, Wished):
             return self._wishing.answer(term, question)
-        return Sight(self._hosting.sight())
+        return Sight(self._hosting.sight(question.past))
 
     def run(self, run: Run, answer: Answering) -> Trouble | None:
         return self.guests.run(answer)
@@ -286,6 +307,10 @@ class Member:
         outcome, lead = self._take(action), self._election.lead
         if lead is not None:
             lead.outcome(number, outcome)
+
+    def _knew(self) -> Collection[str]:
+        """The nodes that the last leader had."""
+        return () if self._table is None else self._table.nodes
 
     def _take(self, action: Given) -> Outcome:
         self._voice_s = time.monotonic()
@@ -300,7 +325,7 @@ class Member:
                 self._table = action
                 self.front.route(action.routes)
                 if self.node in action.nodes:
-                    self._follower.assigned(Duty.DRAIN if self.node in action.leaving else Duty.SERVE)
+                    self._follower.assigned(action.charges.get(self.node, Charge()))
                 elif self._closing is None:
                     self._telling.unknown()
             case Answer(_, False, why):  # of whoever presented itself; wishes are answered where they are put

@@ -31,34 +31,48 @@ class Party:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
-        self._asking: dict[str, asyncio.Task[bytes | None]] = {}
+        self._asking: dict[tuple[str, bool], asyncio.Task[bytes | None]] = {}
         self._before: dict[str, NodeView] = {}
+        self._leading: set[str] = set()  # who said so when it was last asked
 
     def names(self) -> Sequence[str]:
         return self._meeting.names()
 
     def leader(self) -> str | None:
-        leader = self._meeting.view.leader
-        return None if leader is None else leader.name
+        """Who leads. While the coordinator cannot be used it tells of nobody's end: whoever led last must say that it
+        still does, which is as long as its lease lasts."""
+        view = self._meeting.view
+        if view.leader is None:
+            return None
+        name = view.leader.name
+        if name == self._meeting.node:
+            leads = self._meeting.leads_in is not None
+        else:
+            leads = view.cut is None or name in self._leading
+        return name if leads else None
 
-    async def view(self, node: str) -> NodeView:
-        """What that node says of itself. It never fails: what is wrong is in it."""
+    async def view(self, node: str, past: bool = False) -> NodeView:
+        """What that node says of itself, of its last minutes too. It never fails: what is wrong is in it."""
         link = self._meeting.link(node)
         if link is None:
+            self._leading.discard(node)
             return self._nothing(node, _NO_LINK)
-        asking, limit_s = self._asking.get(node), _SILENT_S
+        asking, limit_s = self._asking.get((node, past)), _SILENT_S
         if asking is None:
-            asking, limit_s = asyncio.create_task(self._ask(link)), ANSWER_S
-            self._asking[node] = asking
-            asking.add_done_callback(lambda _: self._asking.pop(node, None))
+            asking, limit_s = asyncio.create_task(self._ask(link, past)), ANSWER_S
+            self._asking[node, past] = asking
+            asking.add_done_callback(lambda _: self._asking.pop((node, past), None))
         await asyncio.wait([asking], timeout=limit_s)
         raw = asking.result() if asking.done() and not asking.cancelled() else None
+        self._leading.discard(node)
         if raw is None:
             trouble = link.state(Role.CONTROL)
             return self._nothing(node, SILENT if trouble is None else trouble.sentence)
         view = read_view(raw, node)
         self._before = {name: one for name, one in self._before.items() if name in self.names()}
         self._before[node] = view
+        if view.leads is not None:
+            self._leading.add(node)
         return view
 
     async def close(self) -> None:
@@ -67,8 +81,8 @@ class Party:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, link: Link) -> bytes | None:
-        reply = await link.asking.ask(self._meeting.term, Look(), _OPEN_S)
+    async def _ask(self, link: Link, past: bool) -> bytes | None:
+        reply = await link.asking.ask(self._meeting.term, Look(past), _OPEN_S)
         return reply.view if isinstance(reply, Sight) else None
 
     def _nothing(self, node: str, trouble: str) -> NodeView:

@@ -23,6 +23,7 @@ from janus_server.api.cluster import (
     StandingView,
     leads_of,
 )
+from janus_server.cluster.past import sound
 from janus_server.orders import Stage
 from janus_server.sched.state import Standing
 from janus_server.types import Owner, PageKind
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from janus_server.operate import Operator
 
 UNREADABLE: Final = "what it says of itself cannot be read"
+# Of terms that are over.
+DECIDED_MOST: Final = 100
 # Names and sentences are shown: of another node's, no more than fits a line or two.
 TEXT_MOST: Final = 2000
 _URL: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]{1,300}", re.ASCII)
@@ -95,6 +98,7 @@ def own_view(node: Shown, operator: Operator, version: str, up_s: float) -> Node
         host_budget_bytes=operator.host_budget_bytes,
         scratch_pages=sum(pages for owner, pages in node.memory().items() if owner.kind is PageKind.SCRATCH),
         models=[model_view(one) for one in managed], applications=node.reached.applications(), leads=leads,
+        decided=operator.decided(),
     )  # fmt: skip
 
 
@@ -132,13 +136,14 @@ def leader_view(brain: Knows, decisions: list[Decision], waiting: Mapping[str, i
 
 def written(view: NodeView, most_bytes: int) -> bytes:
     """As it travels, in JSON, which has no numbers that are none. Of too many models those that rest are left out, and
-    where that does not help, all that grows with their number."""
+    where that does not help, all that grows with their number. The past goes first."""
+    now = msgspec.structs.replace(view, past=[])
     models = [one for one in view.models if one.stage != "cold" or one.running or one.held or one.under_way]
-    for less in (view, msgspec.structs.replace(view, models=models)):
+    for less in (view, now, msgspec.structs.replace(now, models=models)):
         raw = msgspec.json.encode(less)
         if len(raw) <= most_bytes:
             return raw
-    return msgspec.json.encode(msgspec.structs.replace(view, models=[], applications=[], leads=None))
+    return msgspec.json.encode(msgspec.structs.replace(now, models=[], applications=[], decided=[], leads=None))
 
 
 def read_view(raw: bytes, node: str) -> NodeView:
@@ -152,6 +157,8 @@ def read_view(raw: bytes, node: str) -> NodeView:
     view.host, view.domain, view.version = view.host[:64], view.domain[:64], view.version[:64]
     view.models = [one for one in view.models if len(one.model) <= TEXT_MOST]
     view.applications = [one for one in view.applications if _whole(one)]
+    view.past = sound(view)
+    view.decided = [one for one in view.decided[-DECIDED_MOST:] if len(one.why) <= TEXT_MOST]
     for one in view.models:
         one.trouble = one.trouble if one.trouble is None else one.trouble[:TEXT_MOST]
     if view.leads is not None:
@@ -174,6 +181,8 @@ def beside(asked: str, leader: str | None, term: int, now: float, views: Iterabl
     for view in nodes:
         if view.node != leader:
             view.leads = None
+        if leader is not None:
+            view.decided = [one for one in view.decided if one.term < term]
     whole = ClusterView(asked=asked, leader=leader, term=term, time=now, nodes=nodes)
     leads = leads_of(whole)
     if leads is not None:

@@ -100,7 +100,9 @@ class Telling:
             self.present()
 
     def _now(self) -> tuple[int, str]:
-        return self._meeting.term, self._meeting.incarnation
+        """One that registers anew is the same process still. A leader that gave it up meanwhile says so (`unknown`);
+        one that did not would for a moment see a node on which nothing stands."""
+        return self._meeting.term, self._meeting.incarnation.partition(".")[0]
 
     def _tell_traffic(self) -> None:
         self._due = False

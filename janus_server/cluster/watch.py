@@ -11,6 +11,7 @@ import ctypes
 import logging
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import msgspec
 from janus_server import keys as keyring
 from janus_server.cluster.meeting import SECRET
 from janus_server.config import ServeConfig, run_folders
+from janus_server.coordinator.address import read_login
 from janus_server.coordinator.names import free, taken
 from janus_server.coordinator.rundir import clear
 from janus_server.errors import BadConfig
@@ -45,7 +47,7 @@ _MOST_LINE_BYTES: Final = 1 << 20
 
 class _Node(msgspec.Struct, frozen=True):
     name: str
-    port: int
+    listening: socket.socket
 
 
 def watch(config: ServeConfig, arguments: Sequence[str]) -> int:
@@ -67,12 +69,12 @@ class Watchman:
             raise BadConfig(f"--port {config.port} with --nodes {config.nodes} goes beyond the last port, 65535")
         keys = keyring.load(config.keys, config.api_key_file)
         tls_context(config)
-        for port in ports:  # what is wrong is said once here instead of by each node
-            with bind(config.host, port) as listening:
-                check_exposure(config, keys, listening.getsockname()[0])
-        self._ports = ports
+        # What is wrong is said once here instead of by each node. While a node is started again, who connects waits.
+        self._listening = [bind(config.host, port) for port in ports]
+        check_exposure(config, keys, self._listening[0].getsockname()[0])
+        self._login = None if config.etcd_login is None else read_login(config.etcd_login)
         self._nodes: list[_Node] = []
-        self._where = config.join or str(_run_dir(ports[0]))
+        self._where = config.join or str(_run_dir(config.port))
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._ready: dict[str, str] = {}
         self._paused: set[str] = set()
@@ -84,8 +86,8 @@ class Watchman:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        names = free(len(self._ports), await taken(self._where))
-        self._nodes = [_Node(name, port) for name, port in zip(names, self._ports, strict=True)]
+        names = free(len(self._listening), await taken(self._where, self._login))
+        self._nodes = [_Node(name, one) for name, one in zip(names, self._listening, strict=True)]
         codes = [] if self._signals else await asyncio.gather(*map(self._keep, self._nodes))
         if self._config.join is None:
             await asyncio.to_thread(clear, Path(self._where))
@@ -100,7 +102,7 @@ class Watchman:
         has.
         """
         self._signals += 1
-        self._ending.set()
+        self._end()
         if self._signals == 1:
             self._send(signal.SIGUSR1)
             self._leaving = asyncio.create_task(self._leave())
@@ -109,6 +111,12 @@ class Watchman:
             self._send(signal.SIGTERM)  # two of one kind may be one
         else:
             self._send(signal.SIGKILL)
+
+    def _end(self) -> None:
+        """No node is started any more: who connects after the last one has gone is told so."""
+        self._ending.set()
+        for listening in self._listening:
+            listening.close()
 
     async def _leave(self) -> None:
         until_s = time.monotonic() + self._config.shutdown_timeout_s
@@ -125,7 +133,7 @@ class Watchman:
     async def _keep(self, node: _Node) -> int:
         """Have the node run, again and again, until the end or until there is no use in it."""
         delay_s = 0.0
-        while True:
+        while not self._ending.is_set():
             started_s = time.monotonic()
             code = await self._run(node)
             if self._ending.is_set():
@@ -133,8 +141,9 @@ class Watchman:
             self._ready.pop(node.name, None)
             if code == _HOPELESS and node.name not in self._ready and time.monotonic() - started_s < _STEADY_S:
                 self._say(node.name, "it cannot serve: it is not started again")
+                node.listening.close()
                 if len(self._running) <= 1:
-                    self._ending.set()
+                    self._end()
                 return code
             delay_s = _FIRST_S if time.monotonic() - started_s > _STEADY_S else min(_LONGEST_S, delay_s * 2 or _FIRST_S)
             self._say(node.name, f"it ended with {code}; it is started again in {delay_s:g} s")
@@ -144,11 +153,13 @@ class Watchman:
                 return code
             except TimeoutError:
                 pass
+        return 0
 
     async def _run(self, node: _Node) -> int:
         process = await asyncio.create_subprocess_exec(
             *self._command(node), stderr=asyncio.subprocess.PIPE, limit=_MOST_LINE_BYTES,
-            start_new_session=True, preexec_fn=_die_with_parent,  # Ctrl-C reaches them through this process alone
+            start_new_session=True,  # Ctrl-C reaches them through this process alone
+            pass_fds=[node.listening.fileno()], preexec_fn=_die_with_parent,
         )  # fmt: skip
         self._running[node.name] = process
         try:
@@ -184,10 +195,11 @@ class Watchman:
 
     def _command(self, node: _Node) -> list[str]:
         """The same command again, for one node: of a flag that comes twice the last one holds."""
-        config = self._config
+        config, port = self._config, node.listening.getsockname()[1]
         return [
             sys.executable, *(["-O"] * sys.flags.optimize), "-m", "janus_server", *self._arguments,
-            "--nodes", "1", "--node", node.name, "--port", str(node.port), "--join", self._where,
+            "--nodes", "1", "--node", node.name, "--port", str(port), "--listen-fd", str(node.listening.fileno()),
+            "--join", self._where,
             "--memory", str(config.memory_bytes), "--host-memory", str(config.host_memory_bytes),
             "--threads", str(config.threads),
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from janus_server.coordinator.gateway import Login
 from janus_server.coordinator.local import LocalCoordinator
 from janus_server.coordinator.records import check_name
 from janus_server.errors import BadConfig
+from janus_server.secretfile import read_secret_file
 
 _PORT: Final = 2379
 _MOST_ENDPOINTS: Final = 16
@@ -58,6 +59,15 @@ def open_coordinator(
     )
 
 
+def read_login(path: Path) -> Login:
+    """The user and the password of a file that nobody but its owner can read."""
+    line = read_secret_file(path, "the login to etcd")
+    user, _, password = line.decode("utf-8", "replace").partition(":")
+    if not (user and password) or len(line.splitlines()) > 1 or "\ufffd" in user + password:
+        raise BadConfig(f"the login to etcd {path} must hold one line of the form USER:PASSWORD")
+    return Login(user, password)
+
+
 def read_address(where: str) -> EtcdAddress:
     """BadConfig unless it is of the form above."""
     scheme, _, rest = where.partition("://")
@@ -68,7 +78,8 @@ def read_address(where: str) -> EtcdAddress:
         raise BadConfig(f"--join must have the form {_FORM}")
     if "@" in hosts:
         raise BadConfig(
-            "--join must not hold a user or password: others on this host could read it in the process list"
+            "--join must not hold a user or password, which others on this host could read in the process list: give "
+            "--etcd-login FILE"
         )
     check_name("the name of the cluster in --join", cluster)
     pieces = hosts.split(",")

@@ -68,7 +68,9 @@ class EtcdCoordinator:
             try:
                 await session.start()
                 return
-            except (Barred, NotEtcd, Untrusted) as trouble:
+            except Barred as trouble:
+                raise BadConfig(str(trouble)) from None
+            except (NotEtcd, Untrusted) as trouble:
                 raise BadConfig(f"{trouble}; see what --join names") from None
             except NameTaken:
                 patience_s = session.granted_s + _SLACK_S

@@ -277,7 +277,8 @@ def _trouble_of(body: bytes) -> Trouble:
 
 def _judged(fault: _Fault) -> Trouble:
     if fault.code in _BARRED or any(words in fault.error for words in _USER_WANTED):
-        return Barred("the etcd servers want a user name and password that may read and write the cluster's keys")
+        return Barred("the etcd servers want a user name and password that may read and write the cluster's keys: give "
+                      "--etcd-login FILE, which holds USER:PASSWORD")  # fmt: skip
     return Missing("the lease has ended") if fault.code == _MISSING else Trouble(_FAILING)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from janus_server.coordinator.address import read_address
 from janus_server.coordinator.base import Trouble
 from janus_server.coordinator.etcdkeys import Keys
-from janus_server.coordinator.gateway import Barred, Gateway, NotEtcd, Range, Untrusted
+from janus_server.coordinator.gateway import Barred, Gateway, Login, NotEtcd, Range, Untrusted
 from janus_server.coordinator.rundir import RunFiles
 from janus_server.errors import BadConfig
 
@@ -22,10 +22,10 @@ _POLL_S: Final = 0.25
 _CALL_S: Final = 2.0
 
 
-async def taken(where: str) -> frozenset[str]:
+async def taken(where: str, login: Login | None = None) -> frozenset[str]:
     """BadConfig where there is nothing to ask."""
     if "://" in where:
-        return await _of_etcd(where)
+        return await _of_etcd(where, login)
     return frozenset(await asyncio.to_thread(_of_folder, Path(where)))
 
 
@@ -45,17 +45,19 @@ def _of_folder(folder: Path) -> list[str]:
         files.close()
 
 
-async def _of_etcd(where: str) -> frozenset[str]:
+async def _of_etcd(where: str, login: Login | None) -> frozenset[str]:
     address = read_address(where)
     keys = Keys(address.cluster)
-    gateway = Gateway(address.endpoints, None, _CALL_S)
+    gateway = Gateway(address.endpoints, None, _CALL_S, login)
     until_s = time.monotonic() + _PATIENCE_S
     try:
         while True:
             try:
                 keys.replace(await gateway.call("/v3/kv/range", keys.everything(), Range))
                 return frozenset(member.name for member in keys.members())
-            except (Barred, NotEtcd, Untrusted) as trouble:
+            except Barred as trouble:
+                raise BadConfig(str(trouble)) from None
+            except (NotEtcd, Untrusted) as trouble:
                 raise BadConfig(f"{trouble}; see what --join names") from None
             except Trouble as trouble:
                 if time.monotonic() >= until_s:

@@ -44,7 +44,7 @@ class ApplicationsSection {
       return { node: row.node, update: (now) => row.update(now, this.until, this.span) };
     });
   }
-  // Those without a request since the page was opened are named in a line: their charts would be empty.
+  // Those without a request in the last minutes are named in a line: their charts would be empty.
   update(history, now) {
     this.until = now;
     this.span = history.span();

@@ -54,6 +54,8 @@ function dot(model) {
   return node;
 }
 
+// What an answer says of a name. A model may be called `constructor`, which every object has something for.
+const named = (answer, name) => (answer && Object.hasOwn(answer, name) ? answer[name] : undefined);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const whole = (value) => Math.round(value).toLocaleString("en");
 const rate = (value) => (value >= 100 ? whole(value) : value >= 10 ? value.toFixed(1) : value.toFixed(2).replace(/\.?0+$/, ""));

@@ -1,4 +1,4 @@
-// What the leader ordered and found, with its sentences, newest first; those of leaders before it stay as long as the page.
+// What the leader ordered and found, with its sentences, newest first, with those of leaders before it.
 const MOST_DECISIONS = 500;
 const DRAWN_DECISIONS = 200;
 
@@ -22,7 +22,7 @@ class DecisionsSection {
   }
 
   update(view) {
-    for (const node of view.nodes) for (const one of node.leads ? node.leads.decisions : []) {
+    for (const node of view.nodes) for (const one of [...node.decided, ...(node.leads ? node.leads.decisions : [])]) {
       const key = JSON.stringify([one.time, one.term, one.kind, one.model, one.node, one.verb, one.why]);
       if (!this.known.has(key)) this.known.set(key, { key, ...one });
     }

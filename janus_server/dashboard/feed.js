@@ -27,6 +27,7 @@ class Feed {
     this.timer = null;
     this.misses = 0;
     this.asking = null;
+    this.began = false; // what came before the page is asked for once
   }
 
   // A key that was refused is asked with no more: others wait for their turn to guess behind it.
@@ -62,7 +63,7 @@ class Feed {
     const late = setTimeout(() => mine.abort(), GIVEN_UP_S * 1000);
     const began = performance.now();
     try {
-      const response = await fetch("admin/cluster", { headers: this.headers(), cache: "no-store", redirect: "error", signal: mine.signal });
+      const response = await fetch(this.began ? "admin/cluster" : "admin/cluster?past=true", { headers: this.headers(), cache: "no-store", redirect: "error", signal: mine.signal });
       const body = await response.json().catch(() => null);
       if (mine !== this.asking) return;
       this.judge(response, body);
@@ -81,12 +82,24 @@ class Feed {
     this.soon(Math.max(0.1, period_s - took_s));
   }
 
+  // "" or why the page cannot draw it: that is the page's fault, and not the node's.
+  shown(view) {
+    try {
+      this.onView(view);
+      return "";
+    } catch (error) {
+      console.error(error);
+      return `this page cannot draw what the node says: ${error}`;
+    }
+  }
+
   judge(response, body) {
     const why = body && body.error && body.error.message;
     if (response.ok && body && Array.isArray(body.nodes)) {
       this.misses = 0;
-      this.onView(body);
-      this.become("live", "");
+      this.began = true;
+      const trouble = this.shown(body);
+      this.become(trouble ? "broken" : "live", trouble);
     } else if (response.status === 401 || response.status === 403) {
       this.become("refused", why || `the node refused the key (${response.status})`);
     } else {

@@ -2,6 +2,7 @@
 // in it. Pure: it is given the view and the time, and draws nothing.
 const WINDOW_S = 60;
 const KEPT_S = 600;
+const STEP_S = 10;
 const FACTS = ["requests", "failed", "ended", "attained"];
 
 // The value that the share q of a histogram lies below, linear within a bucket. null without values. What lies beyond
@@ -51,6 +52,43 @@ class History {
     this.seen = null;
   }
 
+  // What came to nodes before the page was opened, in steps: as if it had been seen then. Before the first `add`.
+  recall(view, now) {
+    const apps = new Map(view.nodes.flatMap((node) => node.applications.map((app) => [app.application, app])));
+    const stretches = view.nodes.flatMap((node) => node.past).map((one) => (
+      { since: now - one.ago_s - one.over_s, until: now - one.ago_s, came: new Map(one.came.map((come) => [come.application, come])) }
+    )).filter((one) => one.until > one.since && one.until > now - KEPT_S).sort((a, b) => a.until - b.until);
+    if (!stretches.length) return;
+    this.began = Math.max(now - KEPT_S, Math.min(...stretches.map((one) => one.since)));
+    for (const [name, app] of apps) {
+      const one = this.known(name, app);
+      let next = 0;
+      for (let t = this.began + STEP_S; t < now + STEP_S; t += STEP_S) {
+        const at = Math.min(t, now);
+        for (; next < stretches.length && stretches[next].until <= at; next += 1) this.sample(one, stretches[next], [stretches[next].came.get(name) || nothing()]);
+        this.slide(one, at);
+        if (at < now) one.points.push(this.point(one, at));
+      }
+    }
+  }
+
+  known(name, app) {
+    if (!this.apps.has(name)) this.apps.set(name, { name, app, samples: [], total: nothing(), points: [] });
+    return this.apps.get(name);
+  }
+
+  // What came between `since` and `until`.
+  sample(one, { since, until }, parts) {
+    const sample = { since, until, ...nothing() };
+    for (const part of parts) tally(sample, part, 1);
+    one.samples.push(sample);
+    tally(one.total, sample, 1);
+  }
+
+  slide(one, now) {
+    while (one.samples.length && one.samples[0].until <= now - WINDOW_S) tally(one.total, one.samples.shift(), -1);
+  }
+
   // Takes a view in. now is the page's own time in seconds.
   add(view, now) {
     const since = this.seen;
@@ -77,16 +115,10 @@ class History {
   }
 
   extend(name, fresh, since, now) {
-    if (!this.apps.has(name)) this.apps.set(name, { name, app: fresh.app, samples: [], total: nothing(), points: [] });
-    const one = this.apps.get(name);
+    const one = this.known(name, fresh && fresh.app);
     if (fresh) one.app = fresh.app;
-    if (since !== null && fresh && fresh.parts.length) {
-      const sample = { since, until: now, ...nothing() };
-      for (const part of fresh.parts) tally(sample, part, 1);
-      one.samples.push(sample);
-      tally(one.total, sample, 1);
-    }
-    while (one.samples.length && one.samples[0].until <= now - WINDOW_S) tally(one.total, one.samples.shift(), -1);
+    if (since !== null && fresh && fresh.parts.length) this.sample(one, { since, until: now }, fresh.parts);
+    this.slide(one, now);
     while (one.points.length && one.points[0].t <= now - KEPT_S) one.points.shift();
     one.points.push(this.point(one, now));
   }
@@ -96,7 +128,7 @@ class History {
     const { ttft, tpot } = one.app;
     const total = one.total;
     if (!one.samples.length) return { t: now, rate: 0, ended: 0, failed: 0, kept: null, ttft50: null, ttft99: null, tpot50: null, tpot99: null };
-    const over = Math.max(1, now - Math.max(one.samples[0].since, now - WINDOW_S));
+    const over = Math.max(1, now - one.samples[0].since);
     return {
       t: now, rate: total.requests / over, ended: total.ended, failed: total.failed,
       kept: total.ended ? total.attained / total.ended : null,
@@ -120,11 +152,11 @@ class History {
   // Requests a second of all together over the last ten seconds, and the share of the last minute's that was kept.
   pace(now) {
     const all = [...this.apps.values()].flatMap((one) => one.samples);
-    const late = all.filter((sample) => sample.until > now - 10);
+    const late = ({ since, until }) => (since < now - 10 ? Math.max(0, until - now + 10) / (until - since) : 1);
     const over = Math.max(1, Math.min(10, now - this.began));
     const ended = sum(all.map((sample) => sample.ended));
     return {
-      rate: sum(late.map((sample) => sample.requests)) / over,
+      rate: sum(all.map((sample) => sample.requests * late(sample))) / over,
       kept: ended ? sum(all.map((sample) => sample.attained)) / ended : null,
       ended,
     };

@@ -11,6 +11,7 @@ let latest = null;
 function take(view) {
   const now = Date.now() / 1000;
   colours.meet(view.nodes.flatMap((node) => node.models.map((one) => one.model)));
+  if (!latest) history_.recall(view, now);
   history_.add(view, now);
   latest = { view, at: now };
   draw();
@@ -60,13 +61,13 @@ function changed(state) {
   const old = latest ? `; shown is what it said ${lasting(Date.now() / 1000 - latest.at)} ago` : "";
   const words = {
     live: `live${from}`, asking: "asking …", locked: "the admin key is needed",
-    refused: "the key was refused", stale: `${state.why}${old}`,
+    refused: "the key was refused", stale: `${state.why}${old}`, broken: state.why,
   };
   say($("freshness"), words[state.kind]);
   $("locked").hidden = state.kind !== "locked" && state.kind !== "refused";
   say($("refusal"), state.kind === "refused" ? state.why : "");
   $("forget").hidden = !feed.key;
-  if (!live && latest) { nodes.update(latest.view, latest.at); models.update(latest.view, history_); }
+  if (!live && latest && state.kind !== "broken") { nodes.update(latest.view, latest.at); models.update(latest.view, history_); }
 }
 
 $("unlock").addEventListener("submit", (event) => {

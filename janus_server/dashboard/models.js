@@ -81,15 +81,15 @@ function gathered(view, name, points) {
   let running = 0, held = 0;
   for (const node of view.nodes) for (const one of node.models) {
     if (one.model !== name) continue;
-    const served = Boolean(leads && (leads.served[name] || []).includes(node.node));
+    const served = Boolean(leads && (named(leads.served, name) || []).includes(node.node));
     places.push({ ...one, node: node.node, served });
     running += one.running;
     held += one.held;
   }
   return {
-    name, places, running, points, served: (leads && leads.served[name]) || [],
-    waiting: Math.max(held, (leads && leads.waiting[name]) || 0),
-    prediction: (leads && leads.predictions[name]) || null,
+    name, places, running, points, served: (leads && named(leads.served, name)) || [],
+    waiting: Math.max(held, (leads && named(leads.waiting, name)) || 0),
+    prediction: (leads && named(leads.predictions, name)) || null,
   };
 }
 

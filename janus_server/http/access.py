@@ -29,6 +29,7 @@ CALL: web.RequestKey[CallWatch] = web.RequestKey("call", CallWatch)
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 PROMPT_TOKENS = 4096
+_NAME_MOST = 64
 
 log = logging.getLogger("janus.access")
 
@@ -71,7 +72,9 @@ class Access:
         level = logging.DEBUG if finished.route in PROBES and status < 400 else logging.INFO
         if self._lines and log.isEnabledFor(level):
             key = request[KEY].name if KEY in request else None
-            log.log(level, "%s", _sentence(finished, key), extra=facts(**_fields(finished, key)))
+            node = _node(request, finished)
+            about = f", node {node!r}" if node is not None else ""
+            log.log(level, "%s%s", _sentence(finished, key), about, extra=facts(**_fields(finished, key), node=node))
         if self._prompts and CALL in request:
             self._log_prompts(finished.id, request[CALL])
 
@@ -124,6 +127,12 @@ def _end(request: web.Request, status: int, ran: Ran | None) -> str | None:
 def _carrier(request: web.Request) -> Mapping[str, str]:
     names = ("traceparent", "tracestate")
     return {name: request.headers[name] for name in names if name in request.headers}
+
+
+def _node(request: web.Request, one: Finished) -> str | None:
+    """Of whom who runs the nodes asks something; what strangers write is not told."""
+    named = request.match_info.get("node") if one.route != "none" else None
+    return None if named is None else named[:_NAME_MOST]
 
 
 def _fields(one: Finished, key: str | None) -> dict[str, Fact]:

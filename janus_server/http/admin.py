@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -38,6 +39,7 @@ FORK_MOST_BYTES = 4096
 # A fork has a body, and a route of its own.
 PATTERN = "|".join(wish.value for wish in WISHES if wish is not Wish.FORK)
 State = ManagedModel | UnsetType
+_TRUTHS: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 class Admin:
@@ -64,7 +66,7 @@ class Admin:
         lookout = self._service.node.lookout
         if lookout is None:
             raise not_ready("the models are not known yet")
-        return answered(await lookout.around())
+        return answered(await lookout.around(truth(request, "past")))
 
     async def _fulfil(self, request: web.Request, wish: Wish, source: str | None) -> web.Response:
         name = request.match_info["model"]
@@ -152,6 +154,14 @@ def _reached(operator: Operator, name: str, wish: Wish) -> str:
     failure = operator.watch.failed_fork(name)
     own = "its checkpoint" if state.origin == "load" else "its host copy"
     return f"{said}, from {own}" + (f": the copy from a peer failed: {failure}" if failure else "")
+
+
+def truth(request: web.Request, name: str) -> bool:
+    """False where nothing was said."""
+    found = _TRUTHS.get(request.query.get(name, "0").lower())
+    if found is None:
+        raise Refused(f"{name} must be true or false", param=name, code="invalid_value")
+    return found
 
 
 def _wait_s(request: web.Request) -> float:

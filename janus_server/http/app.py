@@ -178,6 +178,7 @@ def _add_admin(routes: Routes, admin: Admin) -> None:
         tag="admin", summary="Every node of the cluster: its memory, its models, its requests, and what was decided",
         details="Any node answers for all of them; a server that is alone is a cluster of one. What was seen is shared "
         "for half a second. A node that does not answer has a trouble. Counts only grow: take differences",
+        query=(("past", "true: with what came to each node in the last ten minutes"),),
         answer=ClusterView, error=records.AdminError, access=Access.ADMIN,
     ))  # fmt: skip
     routes.add_get("/admin/memory", admin.memory, About(

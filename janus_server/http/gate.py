@@ -68,6 +68,7 @@ class Gate:
         self._places = places
         self._metrics = metrics
         self._active: dict[asyncio.Task[object], web.BaseRequest] = {}
+        self.parting = False  # each answer is the last one on its connection
 
     def before(self, handler: Handler) -> Handler:
         """`handler` behind the gate."""
@@ -95,6 +96,12 @@ class Gate:
     def active(self) -> int:
         """Requests in progress that may do work."""
         return len(self._active)
+
+    async def part(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Before an answer is written: whether its client may ask for more on that connection."""
+        if self.parting:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
 
     def end_all(self) -> None:
         """Stop what is still in progress; `edge.Guard` gives each its last word."""

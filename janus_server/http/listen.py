@@ -52,6 +52,7 @@ class Listener:
         applications = Applications(config.applications)
         node.reached.applications = lambda: metrics.views(applications.listed)
         app = build_app(node, metrics=metrics, limits=limits, admission=admission, applications=applications)
+        app.on_response_prepare.append(gate.part)
         access = Access(gate, node, lines=config.access_log, prompts=config.log_prompts, tracer=tracer)
         runner = build_runner(app, limits, access)
         await runner.setup()
@@ -62,6 +63,20 @@ class Listener:
     def active(self) -> int:
         """Requests that are being read, encoded, queued, run or answered."""
         return self._gate.active
+
+    @property
+    def connections(self) -> int:
+        """Those that are open, whether anything was asked on them or not."""
+        return 0 if self._runner.server is None else len(self._runner.server.connections)
+
+    def part(self) -> None:
+        """Every answer is the last one on its connection from now on."""
+        self._gate.parting = True
+
+    async def accept_no_more(self) -> None:
+        """Close the socket here. Where another process has it too, who connects waits for whoever accepts again."""
+        for site in self._runner.sites:
+            await site.stop()
 
     def rekey(self, keys: KeyRing) -> None:
         """Other keys from now on; requests in progress go on."""

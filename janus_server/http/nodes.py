@@ -6,20 +6,15 @@ in /admin/cluster, and asking again does no harm.
 
 from __future__ import annotations
 
-from typing import Final
-
 from aiohttp import web
 
 from janus_server.api.admin import AdminError
 from janus_server.api.nodes import NodeDuty
 from janus_server.api.openapi import About, Access
 from janus_server.duty import Assigned, Duty
-from janus_server.errors import Refused
-from janus_server.http.admin import answered, told
+from janus_server.http.admin import answered, told, truth
 from janus_server.http.routes import Routes
 from janus_server.http.service import Service, not_ready
-
-_TRUTHS: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 class Nodes:
@@ -30,9 +25,7 @@ class Nodes:
 
     async def drain(self, request: web.Request) -> web.Response:
         """409 where only this node serves a model that no other one has room for, unless it is forced."""
-        force = _TRUTHS.get(request.query.get("force", "0").lower())
-        if force is None:
-            raise Refused("force must be true or false", param="force", code="invalid_value")
+        force = truth(request, "force")
         return await self._assign(request, Duty.FORCE if force else Duty.DRAIN)
 
     async def serve(self, request: web.Request) -> web.Response:

@@ -64,9 +64,10 @@ class Service:
     async def serving(self, request: web.BaseRequest, name: str) -> ServedModel:
         """The model behind a served name, to send requests to: they wait where it is not on the device.
 
-        Refused while the server starts or drains (503), and where nothing of that name is served (404).
+        Refused while the server starts or drains (503, where no other node of a cluster serves in its stead), and where
+        nothing of that name is served (404).
         """
-        reason = self.node.refusing()
+        reason = await self.node.turning_away()
         if reason is not None:
             raise not_ready(reason)
         model = await self.node.model(self.application(request, name).model)

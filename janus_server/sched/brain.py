@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable
 
-from janus_server.duty import Assigned, Duty
+from janus_server.duty import NOBODY, Assigned, Charge, Duty
 from janus_server.orders import (
     Action,
     Answer,
@@ -41,6 +41,7 @@ from janus_server.sched.dispatcher import Dispatcher
 from janus_server.sched.emptying import Emptying
 from janus_server.sched.fleet import Fleet
 from janus_server.sched.foresight import Forecast, Foresight
+from janus_server.sched.newcomer import newcomer
 from janus_server.sched.oracle_records import FitRequest, Fitted
 from janus_server.sched.placement import Note
 from janus_server.sched.pools import Pool
@@ -48,7 +49,7 @@ from janus_server.sched.prefixes import Cached
 from janus_server.sched.room import Room
 from janus_server.sched.sound import Clock, sound
 from janus_server.sched.split import Splits
-from janus_server.sched.state import Belief, BrainSettings, Memory, RoomMemory, Standing, pages_needed
+from janus_server.sched.state import BrainSettings, Memory, Standing
 from janus_server.units import format_seconds
 
 # A clock that goes back by less is only said to tremble.
@@ -76,7 +77,7 @@ class Brain:
         self._foresight = Foresight(settings.oracle, settings.refit_every_s, memory.foreseen)
         self._fleet = Fleet(settings.fleet, self._rooms, self._foresight, self._dispatcher.backlog_s,
                             self._dispatcher.waiting_s, memory.fleet)  # fmt: skip
-        self._emptying = Emptying(self._rooms, self._fleet)
+        self._emptying = Emptying(self._rooms, self._fleet, term, memory.emptying)
         self._splits = Splits(settings.split, self._rooms, self._fleet.footing.serving, self._dispatcher)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -98,7 +99,7 @@ class Brain:
                 touched.setdefault(node)
         if touched:
             self._plan(touched, event, now, actions)
-        if self._fleet.due(now):
+        if self._fleet.due(now) and not self._emptying.unsure(now):
             led = dict.fromkeys(self._fleet.decide(now, actions))
             for model in self._fleet.homeless(now):
                 led.update(dict.fromkeys(self._make_room(model, now, actions)))
@@ -115,7 +116,9 @@ class Brain:
         while self._due and not self._still_due(*self._due[0]):
             heapq.heappop(self._due)
         now += self._clock.lag_s
-        times = [self._due[0][0] if self._due else None, self._dispatcher.due_s(now), self._fleet.next_wake()]
+        fleet_s = None if self._emptying.unsure(now) else self._fleet.next_wake()
+        rooms_s = self._due[0][0] if self._due else None
+        times = [rooms_s, self._dispatcher.due_s(now), fleet_s, self._emptying.next_wake()]
         due_s = min((time for time in times if time is not None), default=None)
         return None if due_s is None else self._clock.told(due_s)
 
@@ -125,6 +128,7 @@ class Brain:
         return Memory(
             orders=self._orders, rooms=rooms, waiting=self._dispatcher.memory(), foreseen=self._foresight.memory(),
             fleet=self._fleet.memory(), clock=Clock(self._clock.at_s, self._clock.lag_s),
+            emptying=self._emptying.memory(),
         )  # fmt: skip
 
     def pools(self) -> dict[str, Pool]:
@@ -142,6 +146,10 @@ class Brain:
     def leaving(self) -> tuple[str, ...]:
         """Those that an operator has it empty."""
         return tuple(sorted(self._emptying.nodes))
+
+    def charges(self) -> dict[str, Charge]:
+        """What operators have nodes do, for all that were ever told something."""
+        return self._emptying.charges()
 
     def forecast(self, model: str, now: float) -> Forecast | None:
         """What is expected of a model at the traffic that was seen last; None where nothing is known."""
@@ -199,6 +207,7 @@ class Brain:
                     room.offered(offers)
                 return self._rooms
             case Report(node) if node in self._rooms:
+                self._emptying.heard(node)
                 if self._rooms[node].hear(event, now):
                     self._fleet.look(node)
                 return (node,)
@@ -240,31 +249,19 @@ class Brain:
         return broken and self._fleet.leads and len(able) >= max(one.known.shards for _, one in beliefs)
 
     def _join(self, event: Joined, now: float) -> None:
-        """A node is there; nothing is left of one that had its name before. What it is to load at start is wanted from
-        now on, as far as it fits beside what is before it in the catalogue, and no other node has it.
-        """
+        """A node is there; nothing is left of one that had its name before, but for what it is to do."""
         if event.node in self._rooms:
             self._leave(event.node)
-        beliefs = tuple(Belief.of(known, now) for known in event.models)
-        chosen: list[Belief] = []
-        for belief in beliefs:
-            name, known = belief.known.model, belief.known
-            belief.offers = event.offers.get(name, ())
-            lacking = known.preload and known.shards == 1 and not self._fleet.footing.held(name)
-            if lacking and event.duty is Duty.SERVE and pages_needed([*chosen, belief]) <= event.pool_pages:
-                belief.wanted_s = now
-                chosen.append(belief)
-        room = RoomMemory(node=event.node, pool_pages=event.pool_pages, host_bytes=event.host_bytes, models=beliefs,
-                          host=event.host, domain=event.domain, duty=event.duty)  # fmt: skip
-        self._rooms[event.node] = Room(self.settings, room, self._number)
-        self._emptying.joined(self._rooms[event.node])
-        self._fleet.joined(self._rooms[event.node])
+        memory = newcomer(event, now, lambda model: bool(self._fleet.footing.held(model)))
+        room = self._rooms[event.node] = Room(self.settings, memory, self._number)
+        self._emptying.joined(room, now)
+        self._fleet.joined(room)
 
     def _leave(self, node: str) -> None:
+        self._emptying.left(self._rooms[node])
         self._fleet.left(self._rooms.pop(node))
         self._open = {order: where for order, where in self._open.items() if where != node}
         self._dispatcher.gone(node)
-        self._emptying.left(node)
 
     def _seek(self, now: float, actions: list[Action]) -> Collection[str]:
         """Where nobody else looks after them: models that requests wait for, after nodes came or went."""
@@ -291,6 +288,8 @@ class Brain:
         asked = any(room.models[model].wanted_s is not None for room in self._with(model))
         if asked or self._fleet.footing.serving(model):
             return ()
+        if self._emptying.nobody(now):
+            return self._make_room(model, now, actions)
         if self._fleet.decides(model):
             self._fleet.call(model, now)
             return ()
@@ -303,6 +302,8 @@ class Brain:
         if len(best) < shards:
             if any(room.duty is Duty.SERVE for room in self._rooms.values()):  # else nodes may come
                 actions.append(Refuse(model, few(shards, len(best)), self.settings.broken_s if best else None))
+            elif self._emptying.nobody(now):
+                actions.append(Refuse(model, NOBODY, self.settings.broken_s))
             return ()
         nodes = tuple(sorted(room.node for room in best[:shards]))
         if all(room.able(model) for room in best[:shards]):  # else it is refused

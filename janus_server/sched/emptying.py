@@ -8,40 +8,86 @@ that whatever fails in between is done again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
-from janus_server.duty import Assigned, Duty
+from janus_server.duty import Absent, Assigned, Charge, Duty, EmptyingMemory
 from janus_server.orders import Action, Answer, Stage
 from janus_server.sched.fleet import Fleet
 from janus_server.sched.placement import Note
 from janus_server.sched.refuge import Home, Refuge, refuge
 from janus_server.sched.room import Room
 
+# Nodes come many at once, above all to a new leader: for so long after the last one nothing is said to have no place.
+_CALM_S: Final = 1.0
+_MOST_ABSENT: Final = 100
+
 
 class Emptying:
     """Rooms know their duty themselves; `nodes` are those that are not to serve."""
 
-    def __init__(self, rooms: Mapping[str, Room], fleet: Fleet) -> None:
-        self._rooms, self._fleet = rooms, fleet
+    def __init__(self, rooms: Mapping[str, Room], fleet: Fleet, term: int, memory: EmptyingMemory) -> None:
+        self._rooms, self._fleet, self._term = rooms, fleet, term
         self._refuge = Refuge()
+        self._silent = set(memory.silent)
+        self._absent = {one.node: one for one in memory.absent}
+        self._calm_s = memory.calm_s
         self.nodes = {name for name, room in rooms.items() if room.duty is not Duty.SERVE}
 
-    def joined(self, room: Room) -> None:
-        """It may have been told its duty by an earlier leader."""
-        self.nodes.discard(room.node)
-        if room.duty is not Duty.SERVE:
-            self.nodes.add(room.node)
+    def memory(self) -> EmptyingMemory:
+        """What it knows now, as a copy."""
+        return EmptyingMemory(
+            silent=tuple(sorted(self._silent)), absent=tuple(self._absent.values()), calm_s=self._calm_s
+        )  # fmt: skip
 
-    def left(self, node: str) -> None:
-        self.nodes.discard(node)
+    def charges(self) -> dict[str, Charge]:
+        """Of all nodes that were ever told something."""
+        return {name: Charge(room.duty, room.since) for name, room in self._rooms.items() if room.since > (0, 0)}
+
+    def joined(self, room: Room, now: float) -> None:
+        """It may have been told its duty by an earlier leader, or by this one while it heard nothing."""
+        absent = self._absent.pop(room.node, None)
+        if absent is not None and absent.process == room.process and absent.charge.since > room.since:
+            room.duty, room.since = absent.charge.duty, absent.charge.since
+        self._silent.add(room.node)
+        self._calm_s = now + _CALM_S
+        self._know(room)
+
+    def heard(self, node: str) -> None:
+        """It said what is up there."""
+        self._silent.discard(node)
+
+    def left(self, room: Room) -> None:
+        self.nodes.discard(room.node)
+        self._silent.discard(room.node)
+        if room.since > (0, 0):
+            self._absent[room.node] = Absent(room.node, room.process, Charge(room.duty, room.since))
+            if len(self._absent) > _MOST_ABSENT:
+                del self._absent[next(iter(self._absent))]
 
     def empty(self, node: str) -> bool:
-        """Nothing is up there, and nothing on its way."""
-        return not any(belief.holds_pages or belief.order is not None for belief in self._rooms[node].models.values())
+        """Nothing is up there, and nothing on its way, as it said itself."""
+        beliefs = self._rooms[node].models.values()
+        return node not in self._silent and not any(one.holds_pages or one.order is not None for one in beliefs)
+
+    def nobody(self, now: float) -> bool:
+        """There are nodes, and all of them are to be empty."""
+        calm = self._calm_s is None or now >= self._calm_s
+        return calm and bool(self._rooms) and len(self.nodes) == len(self._rooms)
+
+    def unsure(self, now: float) -> bool:
+        """Some node has just come, and not yet said what is up on it: it looks like the place for what is to go."""
+        return bool(self.nodes and self._silent) and self._calm_s is not None and now < self._calm_s
+
+    def next_wake(self) -> float | None:
+        """When `step` is due whatever happens."""
+        return self._calm_s if self.nodes else None
 
     def assign(self, event: Assigned, now: float) -> Answer:
         """An operator's wish for a node. To be emptied is refused where what only it serves has no other place."""
         node, duty = event.node, event.duty
         room = self._rooms.get(node)
+        if room is None and node in self._absent:
+            return self._later(self._absent[node], duty)
         if room is None:
             there = ", ".join(sorted(self._rooms)) or "none"
             return Answer(node, False, f"there is no node {node}; there are: {there}")
@@ -56,7 +102,7 @@ class Emptying:
             again = "serves" if before is Duty.SERVE else "serves again"
             return Answer(node, True, f"{node} {again}: it takes models and requests")
         if before is not Duty.SERVE:
-            room.duty = Duty.FORCE if Duty.FORCE in (before, duty) else Duty.DRAIN
+            self._set(room, Duty.FORCE if Duty.FORCE in (before, duty) else Duty.DRAIN, now)
             return Answer(node, True, self._how_far(room))
         lacking = self._lacking(room, now)
         if lacking and duty is Duty.DRAIN:
@@ -66,6 +112,9 @@ class Emptying:
 
     def step(self, now: float, actions: list[Action]) -> list[str]:
         """What can be done now for each node that is to be empty. The names of rooms that were told something."""
+        if self._calm_s is not None and now < self._calm_s:
+            return []
+        self._calm_s = None
         touched: dict[str, None] = {}
         notes: list[Note] = []
         for node in sorted(self.nodes):
@@ -78,9 +127,24 @@ class Emptying:
     def _set(self, room: Room, duty: Duty, now: float) -> None:
         if room.duty is duty:
             return
-        room.duty = duty
-        self.joined(room)
+        room.duty, room.since = duty, self._next(room.since)
+        self._know(room)
         self._fleet.assigned(room, now)
+
+    def _next(self, since: tuple[int, int]) -> tuple[int, int]:
+        return max((self._term, 1), (since[0], since[1] + 1))
+
+    def _later(self, absent: Absent, duty: Duty) -> Answer:
+        """For a node that an operator told something, and that is gone just now."""
+        node, charge = absent.node, Charge(duty, self._next(absent.charge.since))
+        self._absent[node] = Absent(node, absent.process, charge)
+        what = "serves again" if duty is Duty.SERVE else "is emptied"
+        return Answer(node, True, f"{node} is gone just now: it {what} when it is back, unless it was started anew")
+
+    def _know(self, room: Room) -> None:
+        self.nodes.discard(room.node)
+        if room.duty is not Duty.SERVE:
+            self.nodes.add(room.node)
 
     def _how_far(self, room: Room) -> str:
         up = sorted(name for name, belief in room.models.items() if belief.holds_pages)
@@ -124,8 +188,8 @@ class Emptying:
             elif room.duty is Duty.FORCE:
                 self._lower(name, room, "no other node has room for it", touched)
             else:
-                why = f"it still serves {name}, which no other node has room for"
-                notes.append(Note(f"{room.node}, which is to be emptied", why))
+                why = f"it is to be emptied, and still serves {name}, which no other node has room for"
+                notes.append(Note(room.node, why))
         if self.empty(room.node):
             notes.append(Note(room.node, "it is empty: it can be stopped"))
 

@@ -28,7 +28,7 @@ class Room:
 
     def __init__(self, settings: BrainSettings, memory: RoomMemory, number: Numbered) -> None:
         self.node, self.host, self.domain = memory.node, memory.host, memory.domain
-        self.duty = memory.duty
+        self.duty, self.since, self.process = memory.duty, memory.since, memory.process
         self.led: Collection[str] = ()
         self.pool_pages = memory.pool_pages
         self.host_bytes = memory.host_bytes
@@ -44,6 +44,7 @@ class Room:
         return RoomMemory(
             node=self.node, pool_pages=self.pool_pages, host_bytes=self.host_bytes, models=models,
             next_wake_s=self.next_wake_s, host=self.host, domain=self.domain, duty=self.duty,
+            since=self.since, process=self.process,
         )  # fmt: skip
 
     def settled(self, model: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from janus_server.duty import Duty
+from janus_server.duty import Count, Duty, EmptyingMemory
 from janus_server.orders import KnownModel, Order, Stage, Verb
 from janus_server.sched.dispatcher import Waiting
 from janus_server.sched.fleet_records import FleetMemory, FleetSettings
@@ -184,6 +184,8 @@ class RoomMemory(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     domain: str = ""
     duty: Duty = Duty.SERVE
+    since: tuple[Count, Count] = (0, 0)
+    process: str = ""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +197,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     foreseen: Foreseen = Foreseen()
     clock: Clock = msgspec.field(default_factory=Clock)
     fleet: FleetMemory = FleetMemory()
+    emptying: EmptyingMemory = EmptyingMemory()
 
 
 def pages_needed(models: Iterable[Belief]) -> int:

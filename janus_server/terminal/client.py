@@ -96,8 +96,8 @@ class Client:
     ) -> None:
         await self._http.close()
 
-    async def get(self, path: str, shape: type[T]) -> T:
-        return await self._call("GET", path, {}, shape)
+    async def get(self, path: str, shape: type[T], query: dict[str, str] | None = None) -> T:
+        return await self._call("GET", path, query or {}, shape)
 
     async def post(self, path: str, query: dict[str, str], shape: type[T], body: bytes | None = None) -> T:
         return await self._call("POST", path, query, shape, body)

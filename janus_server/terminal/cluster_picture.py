@@ -18,6 +18,7 @@ from janus_server.api.cluster import (
     LeaderView,
     ModelView,
     NodeView,
+    decisions_of,
     leads_of,
     where_served,
 )
@@ -55,9 +56,10 @@ def drawing(view: ClusterView, course: Course, columns: int, decisions: int, sta
     applications = _applications(view, course)
     if applications:
         lines += [(), *applications]
-    if leads is not None and leads.decisions and decisions > 0:
+    decided = decisions_of(view)
+    if decided and decisions > 0:
         lines += [(), (Span("LAST DECISIONS", "bold"),)]
-        lines += [_decision(one, columns) for one in leads.decisions[-decisions:]]
+        lines += [_decision(one, columns) for one in decided[-decisions:]]
     return lines
 
 

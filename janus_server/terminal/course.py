@@ -14,9 +14,10 @@ from typing import Final
 
 import msgspec
 
-from janus_server.api.cluster import ApplicationView, ClusterView, NodeView, Spread
+from janus_server.api.cluster import ApplicationView, ClusterView, Come, NodeView, Spread
 
 SPAN_S: Final = 60.0
+_STEP_S: Final = 10.0
 
 
 class Sum(msgspec.Struct):
@@ -40,6 +41,18 @@ class Course:
         self._news: deque[tuple[float, float, list[ApplicationView]]] = deque()
         self._last_s: float | None = None
 
+    def recall(self, view: ClusterView) -> None:
+        """What nodes tell of the time before the first sight, in steps."""
+        steps: dict[int, list[ApplicationView]] = {}
+        for node in view.nodes:
+            now = {one.application: one for one in node.applications}
+            for stretch in node.past:
+                step = steps.setdefault(int(stretch.ago_s / _STEP_S), [])
+                step += [_come(one, now[one.application]) for one in stretch.came if one.application in now]
+        for i in sorted(steps, reverse=True):
+            if i * _STEP_S < self._span_s:
+                self._news.append((view.time - i * _STEP_S, _STEP_S, steps[i]))
+
     def add(self, view: ClusterView) -> None:
         """The next sight, later than the one before."""
         news: list[ApplicationView] = []
@@ -58,12 +71,20 @@ class Course:
 
     @property
     def over_s(self) -> float:
-        """The time that it tells of; 0 before the second sight."""
+        """The time that it tells of; 0 before the second sight where nothing was recalled."""
         return sum(took_s for _, took_s, _ in self._news)
 
     def sums(self) -> dict[str, Sum]:
         """By application."""
         return total(itertools.chain.from_iterable(news for _, _, news in self._news))
+
+
+def _come(one: Come, of: ApplicationView) -> ApplicationView:
+    return msgspec.structs.replace(
+        of, requests=one.requests, failed=one.failed, ended=one.ended, attained=one.attained,
+        ttft=Spread(bounds_s=of.ttft.bounds_s, counts=one.ttft),
+        tpot=Spread(bounds_s=of.tpot.bounds_s, counts=one.tpot),
+    )  # fmt: skip
 
 
 def since(before: NodeView, now: NodeView) -> list[ApplicationView]:

@@ -44,10 +44,11 @@ class StatusOptions(msgspec.Struct, frozen=True):
 
 def run(options: StatusOptions) -> int:
     try:
-        view = asyncio.run(look(target(options.url, options.key, options.folders)))
+        live = not (options.once or options.as_json) and sys.stdout.isatty()
+        view = asyncio.run(look(target(options.url, options.key, options.folders), past=live))
         if options.as_json:
             print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
-        elif options.once or not sys.stdout.isatty():
+        elif not live:
             show(drawing(view, Course(), _columns(), _DECISIONS))
         else:
             _live(Watched(options, view))
@@ -59,10 +60,10 @@ def run(options: StatusOptions) -> int:
         return 0
 
 
-async def look(server: Target) -> ClusterView:
-    """The cluster as that node sees it; it says so within `ANSWER_S`, or it has failed."""
+async def look(server: Target, past: bool = False) -> ClusterView:
+    """The cluster as that node sees it, with its last minutes; it says so within `ANSWER_S`, or it has failed."""
     async with Client(server, ANSWER_S) as client:
-        return await client.get("/admin/cluster", ClusterView)
+        return await client.get("/admin/cluster", ClusterView, {"past": "true"} if past else None)
 
 
 class Watched:
@@ -71,6 +72,7 @@ class Watched:
     def __init__(self, options: StatusOptions, view: ClusterView) -> None:
         self.view = view
         self.course = Course()
+        self.course.recall(view)
         self.course.add(view)
         self.stale = ""
         self._options = options

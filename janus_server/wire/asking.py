@@ -155,6 +155,13 @@ class Asking:
     def __len__(self) -> int:
         return len(self._readings)
 
+    @property
+    def quiet_s(self) -> float | None:
+        """For how long the other has not beaten, on the quieter of both connections; None while one is not open."""
+        if self._control is None or self._stream is None:
+            return None
+        return max(self._control.pulse.quiet_s, self._stream.pulse.quiet_s)
+
     # What the node asks
 
     def run(self, run: Run, arrived_s: float, until_s: float | None, news: Callable[[], None]) -> Reading:

@@ -16,6 +16,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
+from janus_server.duty import Charge
 from janus_server.orders import (
     Answer,
     Counted,
@@ -152,15 +153,15 @@ Told = (
 class Table(msgspec.Struct, frozen=True, tag=True):
     """Where each model is served, the best node first: what nodes route by while no leader answers.
 
-    nodes are those that the leader has been told of: whoever misses itself presents itself again. leaving are those of
-    them that an operator has emptied. Models that rest are served nowhere, and nobody is
-    about to bring them up.
+    nodes are those that the leader has been told of: whoever misses itself presents itself again. charges are what
+    operators have nodes do, as far as they were ever told. Models that rest are served nowhere, and nobody is about to
+    bring them up.
     """
 
     number: Number
     routes: dict[str, tuple[str, ...]]
     nodes: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
+    charges: dict[str, Charge] = {}
     resting: tuple[str, ...] = ()
 
 
@@ -214,7 +215,9 @@ class Ack(Frame, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """What the other node knows of itself."""
+    """What the other node knows of itself; with past, of its last minutes too."""
+
+    past: bool = False
 
 
 class Sight(msgspec.Struct, frozen=True, tag=True):

@@ -36,6 +36,11 @@ class Pulse:
         self.heard = 0
         self._confirmed = 0
 
+    @property
+    def quiet_s(self) -> float:
+        """For how long no beat has come that answers."""
+        return self._quiet_s
+
     def tick(self, now: float) -> Beat | None:
         """The next beat to send; None when the other end is given up."""
         self._quiet_s += min(now - self._ticked_s, 2 * self._rate.beat_s)

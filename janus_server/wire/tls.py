@@ -12,7 +12,6 @@ import ipaddress
 import os
 import re
 import secrets
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from janus_server.errors import BadConfig
+from janus_server.secretfile import read_secret_file
 from janus_server.wire.handshake import Secret
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _SECRET: Final = re.compile(r"[\x21-\x7e]{32,512}")
 _ENDPOINT: Final = re.compile(r"wss?://(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
-_MOST_BYTES: Final = 4096
 _WANTED: Final = "one line of 32 to 512 printable characters without spaces (openssl rand -hex 32 makes a good one)"
 
 
@@ -41,20 +40,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 def read_secret(path: Path) -> Secret:
     """The secret of a file that nobody but its owner can read."""
-    try:
-        # Opened once and judged by what was opened; a named pipe would block for ever.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise BadConfig(f"cannot read the cluster's secret {path}: {error.strerror}") from None
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadConfig(f"the cluster's secret {path} is not a regular file")
-        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise BadConfig(f"others than you may use the cluster's secret {path}; run: chmod 600 {path}")
-        text = os.read(file, _MOST_BYTES).decode("latin-1").strip()
-    finally:
-        os.close(file)
+    text = read_secret_file(path, "the cluster's secret").decode("latin-1")
     if not _SECRET.fullmatch(text):
         raise BadConfig(f"the cluster's secret {path} must hold {_WANTED}")
     return Secret(text)

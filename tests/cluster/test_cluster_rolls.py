@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_cluster import REPO, SMALL, Cluster, Load, Outcome, Process, complete
+from real_cluster import REPO, SMALL, Cluster, Load, Outcome, Process, complete, post
 
-# What a client may meet at the address of a node that stops: it has not begun, and asks another node.
+# What a client may meet at the address of a node that joined and stops: it has not begun, and asks another node. Where
+# nodes are started together, nobody meets that: whoever watches them has their sockets.
 AWAY = {"ok", "refused 503", "no connection"}
 
 
@@ -40,6 +45,14 @@ def draining(cluster: Cluster, by: str) -> list[str]:
     return [name for node in view["nodes"] if node["leads"] for name in node["leads"]["draining"]]
 
 
+def ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=20) as reply:
+            return bool(reply.status == 200)
+    except urllib.error.HTTPError:
+        return False
+
+
 def up(cluster: Cluster, node: str) -> list[str]:
     view = json.loads(janus(cluster.runtime, "status", "--json", "--url", cluster.urls["n0"]).stdout)
     return [one["model"] for seen in view["nodes"] if seen["node"] == node for one in seen["models"]
@@ -56,6 +69,25 @@ def restarted(cluster: Cluster, node: str) -> None:
     starts = cluster.log.count(f"{node} | Janus is ready on")
     cluster.kill(node, signal.SIGINT)
     cluster.until(lambda: cluster.log.count(f"{node} | Janus is ready on") > starts)
+
+
+def keep_asking(url: str, texts: dict[str, str], over: threading.Event, ends: Outcome) -> None:
+    """One client, on one connection as long as it is not told that it ends."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    while not over.is_set():
+        for model, text in texts.items():
+            body = {"model": model, "prompt": "the quick", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                reply = connection.getresponse()
+                answer = reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                ends[type(error).__name__] += 1
+                connection.close()
+                continue
+            said = json.loads(answer)["choices"][0]["text"] if reply.status == 200 else None
+            ends["ok" if said == text else f"{reply.status}"] += 1
+    connection.close()
 
 
 def never_failed(ends: dict[str, Outcome], stopped: list[str], log: str) -> None:
@@ -87,7 +119,7 @@ def test_an_emptied_node_serves_no_more_and_its_clients_notice_nothing(
         assert refused.returncode == 1 and "is being emptied" in refused.stderr
         restarted(cluster, first)
         goes_on(cluster, load, [node for node in cluster.urls if node != first])
-        never_failed(load.stop(), [first], cluster.log)
+        never_failed(load.stop(), [], cluster.log)
         assert draining(cluster, by) == []  # started again, it serves
         # Of the others one that leads nothing is emptied, and the leader dies.
         leader = cluster.leader
@@ -122,9 +154,30 @@ def test_every_node_is_restarted_in_its_turn_and_no_request_fails(
                 by = next(name for name in cluster.urls if name != node)
                 assert "is empty" in drain(cluster, node, "--wait", by=by)
             restarted(cluster, node)
-            goes_on(cluster, load, [name for name in cluster.urls if name != node])
-            never_failed(load.stop(), [node], cluster.log)
+            goes_on(cluster, load, list(cluster.urls))
+            never_failed(load.stop(), [], cluster.log)
             assert complete(cluster.urls[node], "b", tokens=40) == texts["b"]
+
+
+def test_clients_of_one_address_notice_no_restart_of_its_node(
+    models: dict[str, Path], texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Those that keep their connections, too: each answer says whether there is a next one on its own."""
+    with Cluster(models, tmp_path) as cluster:
+        urls, over, ends = dict(cluster.urls), threading.Event(), Outcome()
+        threads = [threading.Thread(target=keep_asking, args=(url, texts, over, ends), daemon=True)
+                   for url in urls.values() for _ in range(2)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for node in urls:
+            restarted(cluster, node)
+            before = ends["ok"]
+            cluster.until(lambda before=before: ends["ok"] > before + 20)
+        over.set()
+        for thread in threads:
+            thread.join(60)
+        assert set(ends) == {"ok"}, (ends, cluster.log)
+        assert cluster.urls == urls
 
 
 def test_half_of_the_nodes_are_taken_away_and_no_request_fails(
@@ -153,3 +206,20 @@ def test_half_of_the_nodes_are_taken_away_and_no_request_fails(
         ends = load.stop()
         never_failed(ends, list(more), cluster.log)
         assert all(re.search(rf"{node}: it is empty", cluster.log) for node in more)
+
+
+def test_what_was_said_by_force_holds_over_leaders_and_pauses(models: dict[str, Path], tmp_path: Path) -> None:
+    """All are emptied: nobody waits for long. Undone while it is stopped, a node serves when it goes on."""
+    with Cluster(models, tmp_path, nodes=2) as cluster:
+        leader = cluster.leader
+        (other,) = set(cluster.urls) - {leader}
+        for node in (leader, other):
+            drain(cluster, node, "--force", by=leader)
+        status, reply = post(f"{cluster.urls[leader]}/v1/completions", {"model": "a", "prompt": "the", "max_tokens": 1})
+        assert status == 503 and "every node is being emptied" in reply.decode()
+        cluster.until(lambda: not any(map(ready, cluster.urls.values())))
+        cluster.kill(other, signal.SIGSTOP)
+        drain(cluster, other, "--undo", by=leader)
+        cluster.until(lambda: re.search(rf"{leader} \| .*node {other} is gone", cluster.log))
+        cluster.kill(other, signal.SIGCONT)
+        cluster.until(lambda: draining(cluster, leader) == [leader] and ready(cluster.urls[other]))

@@ -19,7 +19,7 @@ import pytest
 from real_cluster import REPO, Cluster, complete
 
 from janus_server import localkey
-from janus_server.api.cluster import ClusterView, ModelView, NodeView
+from janus_server.api.cluster import ClusterView, Decision, ModelView, NodeView, decisions_of
 from janus_server.cluster.party import SILENT
 
 
@@ -142,7 +142,24 @@ def test_a_wish_while_the_leader_is_stopped_is_answered_all_the_same(cluster: Cl
             return view.leader not in (None, leader) and any(one.leads is not None for one in view.nodes)
 
         cluster.until(led_anew)
+        successor = view_of(cluster, follower).leader
         cluster.until(lambda: call(cluster, follower, "/admin/models/b/load?wait=30", "POST")[0] == 200)
         assert model_on(view_of(cluster, follower), follower, "b").stage == "active"
     finally:
         os.kill(pid, signal.SIGCONT)
+
+    def told() -> list[Decision] | None:
+        """By both: the one that led before is there again, and knows what it decided."""
+        view = view_of(cluster, follower)
+        before = seen(view, leader)
+        return decisions_of(view) if before is not None and before.decided else None
+
+    decisions = cluster.until(told)
+    assert [one.time for one in decisions] == sorted(one.time for one in decisions)
+    starts = [one for one in decisions if one.kind == "leads"]
+    assert {leader, successor} <= {one.node for one in starts}
+    assert starts[0].why == f"{leader} leads, term {starts[0].term}"
+    after = next(one for one in starts if one.node == successor)
+    gone = [one for one in decisions if one.kind == "left" and one.node == leader and one.term == after.term]
+    assert f"{leader} is gone" in after.why or gone, [one.why for one in decisions]
+    assert len({msgspec.structs.astuple(one) for one in decisions}) == len(decisions)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -56,8 +57,9 @@ def given(models: dict[str, Path]) -> list[str]:
         ("a", [], r"node odd lacks b, which node n\d has: nodes of one cluster are given the same models"),
         ("abc", [], r"node odd has c, which node n\d lacks: nodes of one cluster are given the same models"),
         ("ab", ["--max-model-len", "100"], r"node odd has sequences of 100 tokens of a and node n\d of 512: give all"),
+        ("ab", ["--dtype", "bfloat16"], r"computes a in bfloat16 \(keys and values bf16\) and node n\d in float32 "),
     ],
-    ids=["fewer", "more", "shorter"],
+    ids=["fewer", "more", "shorter", "coarser"],
 )
 def test_a_node_with_other_models_is_refused(
     cluster: Cluster, load: Load, models: dict[str, Path], names: str, more: list[str], sentence: str
@@ -68,6 +70,29 @@ def test_a_node_with_other_models_is_refused(
         assert odd.process.wait(60) == 2
         odd.said(sentence)
         assert "odd leads" not in odd.log
+
+
+def test_a_node_with_another_secret_never_leads(models: dict[str, Path], tmp_path: Path) -> None:
+    """Neither where one that has the right one leads, nor while that one is killed and comes back."""
+    other = tmp_path / "other"
+    other.write_text("0123456789abcdef" * 4)
+    other.chmod(0o600)
+    join = ["--join", str(tmp_path / "meet"), "--port", "0", *SMALL]
+    with Process([*given(models), "--node", "m1", *join], tmp_path) as first:
+        url = first.said(r"Janus is ready on (\S+)")[1]
+        expected = complete(url, "a")
+        odd = [*given(models), "--node", "x1", *join, "--cluster-secret", str(other)]
+        with Process(odd, tmp_path) as stranger:
+            assert stranger.process.wait(60) == 2
+            stranger.said("m1, which leads, cannot be linked to: the cluster secret is not the same on both nodes")
+        with Process(odd, tmp_path) as stranger:
+            first.until(lambda: first.log.count("says it is x1 was refused") > 2)
+            first.stop(signal.SIGKILL)
+            with Process([*given(models), "--node", "m1", *join], tmp_path) as again:
+                assert complete(again.said(r"Janus is ready on (\S+)")[1], "a") == expected
+                assert stranger.process.wait(60) == 2
+                assert "x1 leads" not in stranger.log + again.log
+                assert again.stop() == 0
 
 
 def test_a_node_of_another_release_is_refused(
@@ -140,7 +165,7 @@ async def test_a_peer_that_knows_the_secret_and_sends_rubbish_loses_its_link_alo
             assert heard.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING)
 
 
-def test_an_etcd_that_wants_a_password_is_said_to(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_etcd_that_wants_a_password_is_said_to_and_given_it(models: dict[str, Path], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
@@ -154,7 +179,20 @@ def test_an_etcd_that_wants_a_password_is_said_to(models: dict[str, Path], tmp_p
             join = ["--join", f"etcd://{etcd.endpoint}/tests", "--cluster-secret", str(secret), "--nodes", nodes]
             with Process([*given(models), *join, "--port", "0", *SMALL], tmp_path) as node:
                 assert node.process.wait(60) == 2
-                node.said("user name and password")
+                node.said(r"want a user name and password .* give --etcd-login FILE")
+        login = tmp_path / "login"
+        for text, mode, code, sentence in (
+            ("root:pw", 0o644, 2, "others than you may use the login to etcd"),
+            ("root", 0o600, 2, "must hold one line of the form USER:PASSWORD"),
+            ("root:no", 0o600, 2, "want a user name and password"),
+            ("root:pw\n", 0o600, 0, "2 nodes are one server"),
+        ):
+            login.write_text(text)
+            login.chmod(mode)
+            with Process([*given(models), *join, "--etcd-login", str(login), "--port", "0", *SMALL], tmp_path) as node:
+                node.said(sentence)
+                assert (node.process.wait(60) if code else node.stop()) == code
+                assert "pw" not in node.log
 
 
 def test_a_run_directory_goes_with_the_nodes_that_made_it(models: dict[str, Path], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -32,11 +33,13 @@ from janus_server.api.admin import Prediction, UnderWay
 from janus_server.api.cluster import (
     ApplicationView,
     ClusterView,
+    Come,
     Decision,
     LeaderView,
     ModelView,
     NodeView,
     Spread,
+    Stretch,
 )
 from janus_server.http.dashboard import FOLDER, SCRIPTS, read_dashboard
 from janus_server.http.docs import shown
@@ -270,6 +273,56 @@ async def test_a_minute_is_what_was_counted_in_it(browser: Browser) -> None:
         assert (await point(at(7, 20, 202), 302))["ended"] == 7
 
 
+@pytest.mark.parametrize("name", ["constructor", "__proto__", "toString"])
+async def test_a_model_may_be_called_as_what_every_object_has(browser: Browser, name: str) -> None:
+    view = told(name)  # which the leader knows, and another that it does not
+    view.nodes[0].models.append(ModelView(model="hasOwnProperty", stage="cold"))
+    async with feeding(view) as (_, url):
+        await live(browser, url)
+        assert await browser.texts(".opener") == sorted(["hasOwnProperty", name])
+        assert (await browser.text(f"tbody[data-model='{name}'] .forecast")).startswith("90.0 % expected95 % wanted")
+        assert await browser.text("tbody[data-model='hasOwnProperty'] .forecast") == "–"
+        assert await browser.text("#fact-waiting") == "4 waiting"
+        calm(browser, url)
+
+
+async def test_what_the_page_cannot_draw_is_not_the_nodes_fault(browser: Browser) -> None:
+    async with feeding(told()) as (_, url):
+        await live(browser, url)
+        await browser.run("nodes.update = () => { throw new Error('no such thing') }")
+        await browser.until("document.body.dataset.state === 'broken'")
+        assert await browser.text("#freshness") == "this page cannot draw what the node says: Error: no such thing"
+        await browser.run("delete nodes.update")
+        await browser.until("document.body.dataset.state === 'live'")
+
+
+async def test_a_page_begins_with_what_came_before_it(browser: Browser) -> None:
+    """Two nodes, one up for ten minutes, the other for fifty seconds; five requests in each ten seconds of each."""
+    view = told()
+    for node, steps in zip(view.nodes, (60, 5), strict=False):
+        come = Come(application="x", requests=5, ended=5, attained=4, ttft=[5, 0, 0], tpot=[0, 5, 0])
+        node.applications = [application("x", "m", attain=0.9, ttft_s=1.0, requests=9000, ended=9000, attained=1)]
+        node.past = [Stretch(ago_s=10.0 * i + 3.0, over_s=10.0, came=[come]) for i in reversed(range(steps))]
+        node.past.append(Stretch(ago_s=0.0, over_s=3.0, came=[]))
+    async with feeding(view) as (_, url):
+        await live(browser, url)
+        assert await browser.text("#fact-kept") == "80.0 %"
+        assert await browser.text("[data-application='x'] .badge") == "missed"
+        await browser.run("window.one = new History(); one.recall(latest.view, 1000); one.add(latest.view, 1000)")
+        # Six stretches of one node lie within the minute, five of the other; of the last of each, seven seconds.
+        assert await browser.run("one.pace(1000)") == {"rate": pytest.approx(0.7), "kept": 0.8, "ended": 55}
+        points = await browser.run("one.apps.get('x').points.map((point) => [point.t, point.ended])")
+        assert len(points) == 60 and points[0][0] == 410 and points[-1] == [1000, 55]
+        assert all(b - a == 10 for (a, _), (b, _) in itertools.pairwise(points))
+        assert {ended for t, ended in points if 460 < t < 900} == {30}
+        await browser.run("one.add(latest.view, 1001)")  # seen anew: nothing is added
+        assert await browser.run("one.pace(1001).ended") == 55 and await browser.run("one.span()") == 600
+        await browser.until("history_.apps.get('x').points.length > 63")
+        asked_for = [one for one in browser.fetched if "/admin/cluster" in one]
+        assert asked_for[0].endswith("?past=true") and not any("past" in one for one in asked_for[1:])
+        calm(browser, url)
+
+
 async def test_what_takes_something_away_is_asked_about_first(browser: Browser) -> None:
     async with feeding(told()) as (fed, url):
 
@@ -438,6 +491,15 @@ async def test_requests_are_counted_and_their_promises_judged(alone: Alone, brow
     assert heads[0] == "100.0 %" and "p99" in heads[1]
     lines = await browser.run("[...document.querySelectorAll('.line.strong')].filter((n) => n.attributes.d).length")
     assert lines >= 2
+    calm(browser, alone.url)
+
+
+async def test_a_page_that_is_opened_after_the_requests_shows_them(alone: Alone, browser: Browser) -> None:
+    for _ in range(4):
+        complete(alone.url, "kept", tokens=4)
+    await live(browser, alone.url, alone.key)
+    assert int((await browser.text("#fact-ended")).removeprefix("of ")) >= 4
+    assert await browser.text('[data-application="kept"] .badge') == "kept"
     calm(browser, alone.url)
 
 

@@ -155,6 +155,9 @@ class FakeNode:
     def refusing(self) -> str | None:
         return self.reason
 
+    async def turning_away(self) -> str | None:
+        return self.reason
+
     @property
     def cards(self) -> dict[str, types.ModelCard]:
         return {name: model.card for name, model in self.models.items()}

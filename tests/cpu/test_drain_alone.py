@@ -62,3 +62,11 @@ def test_the_command_says_the_same(server: Server) -> None:
         capture_output=True, text=True, timeout=60, cwd=Path(REPO),
     )  # fmt: skip
     assert ended.returncode == 1 and ended.stderr.startswith("janus: solo cannot be emptied, it is the only node")
+
+
+def test_the_log_names_the_node_unless_a_stranger_wrote_it(server: Server) -> None:
+    """The last one here: the log is read once the server has stopped."""
+    assert ask(server, "/admin/nodes/n7%0Aforged/drain")[0] == 409
+    assert ask(server, "/admin/nodes/stranger/drain", None)[0] == 401
+    assert server.stop() == 0
+    assert r"node 'n7\nforged'" in server.log and "\nforged" not in server.log and "stranger" not in server.log

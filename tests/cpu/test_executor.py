@@ -58,7 +58,8 @@ def served_by(thread: DeviceThread, frozen_after_s: float) -> ServerNode:
         models=(), memory_bytes=1 << 20, host_memory_bytes=0, threads=1, cache_dir=Path(), frozen_after_s=frozen_after_s
     )  # fmt: skip
     made = ServerNode(config)
-    made._device, made._loaded = thread, True
+    made._device = thread
+    made._intake.opened()
     return made
 
 

@@ -48,6 +48,8 @@ def test_what_is_said_is_said_of_each_and_must_fit_for_all(model: str) -> None:
         ({"nodes": "2", "node": "n1"}, "names its nodes itself"),
         ({"join": ""}, "neither a run directory nor"),
         ({"cluster_secret": "x"}, "--cluster-secret is for a server that is part of a cluster"),
+        ({"etcd_login": "x"}, "--etcd-login is for a server that is part of a cluster"),
+        ({"join": "/tmp/x", "etcd_login": "x"}, "--etcd-login is for nodes that meet in etcd"),
         ({"peer_host": "10.0.0.1"}, "--peer-host is for a server that is part of a cluster"),
         ({"domain": "rack"}, "--domain is for .* give --nodes N or --join WHERE"),
         ({"join": "/tmp/x", "peer_keyfile": "x"}, "go together"),

@@ -102,6 +102,20 @@ def test_nodes_of_one_cluster_have_the_same_models() -> None:
     assert files.joined("n1", three[:2]) is None  # what was refused left nothing behind
 
 
+def test_nodes_compute_a_model_with_the_same_numbers() -> None:
+    def held(numbers: str) -> list[KnownModel]:
+        return [msgspec.structs.replace(known("1"), numbers=numbers)]
+
+    files = Files()
+    assert files.joined("n0", held("q4_1 (keys and values bf16)")) is None
+    trouble = files.joined("n1", held("bfloat16 (keys and values bf16)"))
+    assert trouble == (
+        "node n1 computes m in bfloat16 (keys and values bf16) and node n0 in q4_1 (keys and values bf16): "
+        "give all the same --dtype and --kernels"
+    )
+    assert files.joined("n1", held("")) is None
+
+
 def test_what_one_node_takes_every_other_has_room_for() -> None:
     def long(tokens: int) -> list[KnownModel]:
         return [msgspec.structs.replace(known("1"), context_tokens=tokens)]

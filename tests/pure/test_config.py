@@ -261,6 +261,11 @@ def test_a_gguf_file_is_named_by_its_stem_and_a_folder_by_its_name(checkpoint: P
         ("absent.gguf", "neither a folder"),
         ("chat=", "has no path"),
         ("=x", "cannot name a model"),
+        ("a/../b=x", "no part of it may be . or .."),
+        ("a/./b=x", "no part of it may be . or .."),
+        ("m" * 600 + "=x", "cannot name a model"),
+        ("a=" + "m" * 5000, "neither a folder"),
+        ("~nobody-of-that-name/x", "neither a folder"),
         ("a b=.", "cannot name a model|holds no config"),
     ],
 )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fleet_world import FleetWorld
 from test_fleet import known
 
 from janus_server import orders
-from janus_server.duty import Assigned, Duty
+from janus_server.cluster.member import Member
+from janus_server.duty import NOBODY, Assigned, Charge, Duty
 from janus_server.orders import Answer, Asked, KnownModel, Stage, Verb, Wish
 from janus_server.sched.brain import Brain
 from janus_server.sched.refuge import Home, _Search, refuge
 from janus_server.sched.room import Room
 from janus_server.sched.state import Belief, BrainSettings, RoomMemory, pages_needed
+from janus_server.wire.frames import Table
 
 
 class EmptyingWorld(FleetWorld):
@@ -131,7 +135,7 @@ def test_orders_that_fail_and_nodes_that_die_meanwhile_are_made_up_for(seed: int
         alone = [m for m in world.up(node) if not set(world.serving(m)) - {node}]
         assert world.up(node) == alone
         if alone:
-            assert any(f"{node}, which is to be emptied: it still serves" in why for _, why in world.said)
+            assert any(f"{node}: it is to be emptied, and still serves" in why for _, why in world.said)
     world.replay()
 
 
@@ -336,7 +340,7 @@ def test_while_no_other_node_is_known_nobody_is_refused() -> None:
     node = world.nodes.pop("n0")
     world.tell(orders.Joined("n0", 100, 0, tuple(world.models.values()), {}, "h0", "d0", Duty.DRAIN))
     world.ask("a")
-    world.run(world.now + 3.0)
+    world.run(world.now + 0.9)
     assert not world.refused
     world.leaving = {"n0"}
     world.nodes["n0"] = type(node)("n0", 100, 0, ["a"], ("h0", "d0"))
@@ -367,9 +371,112 @@ def test_a_model_that_not_every_node_has_goes_to_one_that_does() -> None:
         brain.on(orders.Joined(node, 100, 0, models), now)
         brain.on(orders.Report(node, {"a": orders.Busy(0, 0, 1.0)} if node == "n0" else {}), now)
     assert brain.serving("a") == ("n0",)
-    actions = brain.on(Assigned("n0", Duty.DRAIN), now)
+    actions = brain.on(Assigned("n0", Duty.DRAIN), now + 2.0)
     (fork,) = [action for action in actions if isinstance(action, orders.Order) and action.model == "a"]
     assert (fork.verb, fork.node, fork.source) == (Verb.FORK, "n2", "n0") and brain.serving("a") == ("n0",)
-    actions = brain.on(orders.Done(fork.id, Stage.ACTIVE, False, 0.1), 0.2)
+    actions = brain.on(orders.Done(fork.id, Stage.ACTIVE, False, 0.1), 2.2)
     (sleep,) = [action for action in actions if isinstance(action, orders.Order) and action.model == "a"]
     assert (sleep.verb.lowers, sleep.node) == (True, "n0") and brain.serving("a") == ("n2",)
+
+
+def of(world: EmptyingWorld, node: str, **more: Any) -> orders.Joined:
+    """What a node says of itself."""
+    one = world.nodes[node]
+    return orders.Joined(one.name, one.pool, one.host, tuple(world.models.values()), {}, *one.place, **more)
+
+
+def test_what_a_node_was_told_while_it_heard_nothing_holds_when_it_is_back() -> None:
+    """The later wish, whoever remembers it; a process that was started anew serves."""
+    world = settled(0, [known("a", 20), known("b", 20)], 3, 100)
+    world.tell(of(world, "n0", process="p"))
+    assert world.assign("n0", Duty.DRAIN).accepted
+    drained = world.brain.charges()["n0"]
+    world.tell(orders.Left("n0"))
+    assert world.brain.leaving() == () == tuple(world.brain.charges())
+    again = Brain(world.settings, memory=world.brain.memory())
+    world.tell(of(world, "n0", process="p"))
+    again.on(of(world, "n0", process="p"), world.now)
+    assert world.brain.leaving() == ("n0",) == again.leaving() and world.brain.charges() == {"n0": drained}
+    assert world.assign("n0", Duty.SERVE).accepted and world.brain.charges()["n0"].since > drained.since
+    world.tell(orders.Left("n0"))
+    world.tell(of(world, "n0", process="p", duty=drained.duty, since=drained.since))
+    assert world.brain.leaving() == ()
+    world.tell(of(world, "n0", process="p", duty=Duty.FORCE, since=(9, 1)))  # by a leader since
+    assert world.brain.leaving() == ("n0",)
+    assert world.assign("n0", Duty.SERVE).accepted and world.brain.charges()["n0"].since == (9, 2)
+    world.tell(orders.Left("n0"))
+    for duty, leaving in ((Duty.DRAIN, ("n0",)), (Duty.SERVE, ())):  # wished while it is gone
+        assert world.assign("n0", duty).why.startswith("n0 is gone just now: it ")
+        world.tell(of(world, "n0", process="p", duty=Duty.FORCE, since=(9, 1)))
+        assert world.brain.leaving() == leaving
+        world.tell(orders.Left("n0"))
+    world.tell(of(world, "n0", process="p"))
+    assert world.assign("n0", Duty.DRAIN).accepted
+    world.tell(orders.Left("n0"))
+    world.tell(of(world, "n0", process="q"))
+    assert world.brain.leaving() == ()
+
+
+def test_the_next_leader_knows_of_force_and_waits_for_those_who_may_have_room() -> None:
+    world = settled(0, [known("a", 40), known("b", 40)], 2, 60)
+    node, other = world.serving("a")[0], world.serving("b")[0]
+    assert world.assign(node, Duty.FORCE).accepted
+    charge = world.brain.charges()[node]
+    assert (charge.duty, charge.since) == (Duty.FORCE, (1, 1))
+    brain = Brain(world.settings, term=2)
+    idle = orders.Busy(0, 0, 1.0)
+    told = [(of(world, node, duty=charge.duty, since=charge.since), 0.0), (orders.Report(node, {"a": idle}), 0.0),
+            (orders.Tick(), 0.5), (of(world, other), 0.5), (orders.Report(other, {"b": idle}), 0.5)]  # fmt: skip
+    heard = [brain.on(event, now) for event, now in told]
+    assert [action for actions in heard for action in actions if isinstance(action, orders.Order)] == []
+    due_s = brain.next_wake(1.0)
+    assert due_s is not None and due_s <= 1.5
+    (sleep,) = [action for action in brain.on(orders.Tick(), 1.5) if isinstance(action, orders.Order)]
+    assert (sleep.node, sleep.model, sleep.verb.lowers) == (node, "a", True)
+
+
+def test_nobody_says_that_a_node_is_empty_before_it_has_said_what_is_there() -> None:
+    world = settled(0, [known("a", 20)], 2, 100)
+    brain = Brain(world.settings, term=2)
+    brain.on(of(world, "n0", duty=Duty.DRAIN, since=(1, 1)), 0.0)
+    brain.on(of(world, "n1"), 0.0)
+    brain.on(orders.Report("n1", {}), 0.0)
+    said = brain.on(orders.Tick(), 5.0)
+    assert not [action for action in said if isinstance(action, orders.Decided) and "is empty" in action.why]
+    (answer,) = [one for one in brain.on(Assigned("n0", Duty.DRAIN), 5.0) if isinstance(one, Answer)]
+    assert answer.why.startswith("n0 is being emptied")
+    said = brain.on(orders.Report("n0", {}), 5.0)
+    assert [action.why for action in said if isinstance(action, orders.Decided)] == [
+        "n0: it is empty: it can be stopped"
+    ]
+
+
+def test_where_all_nodes_are_emptied_who_comes_is_sent_away_at_once() -> None:
+    world = settled(0, [known("a", 20)], 2, 100)
+    for node in ("n0", "n1"):
+        assert world.assign(node, Duty.FORCE).accepted
+    world.run(world.now + 5.0)
+    assert world.up("n0") == world.up("n1") == []
+    refused = [action for action in world.brain.on(orders.Wanted("a"), world.now) if isinstance(action, orders.Refuse)]
+    assert [(one.model, one.why) for one in refused] == [("a", NOBODY)] and refused[0].retry_after_s
+    world.ask("a")
+    world.run(world.now + 1.0)
+    assert world.refused and not world.waiting
+    world.leaving.discard("n1")
+    assert world.assign("n1", Duty.SERVE).accepted
+    world.ask("a")
+    world.run(world.now + 10.0)
+    assert world.serving("a") == ["n1"] and not world.waiting
+
+
+def test_a_node_is_not_ready_where_all_are_emptied_and_nothing_is_served() -> None:
+    drained, here = Charge(Duty.FORCE, (1, 1)), SimpleNamespace(_table=None)
+    both = {"n0": drained, "n1": drained}
+    cases: list[tuple[dict[str, Charge], dict[str, tuple[str, ...]], str | None]] = [
+        (both, {"a": ()}, NOBODY), ({"n0": drained}, {"a": ()}, None), (both, {"a": ("n1",)}, None),
+    ]  # fmt: skip
+    for charges, routes, why in cases:
+        assert Member.emptied(here) is None  # type: ignore[arg-type]
+        here._table = Table(1, routes, ("n0", "n1"), charges)
+        assert Member.emptied(here) == why  # type: ignore[arg-type]
+        here._table = None

@@ -34,10 +34,10 @@ PURE = (
     "kv/pages.py", "kv/blocks.py", "kv/prefix.py", "model/spec.py", "model/rope.py", "model/weights.py",
     "applications.py", "calibrate.py", "moe/aebs.py", "moe/placement.py", "moe/activation.py",
     "coordinator/records.py", "coordinator/lease.py",
-    "cluster/tickets.py", "cluster/tally.py", "cluster/windows.py", "cluster/files.py",
+    "cluster/tickets.py", "cluster/tally.py", "cluster/windows.py", "cluster/files.py", "cluster/outsider.py",
     "cluster/prefixes.py",
     "cluster/prices.py",
-    "cluster/said.py", "cluster/sight.py", "cluster/decisions.py", "terminal/course.py",
+    "cluster/said.py", "cluster/sight.py", "cluster/decisions.py", "cluster/past.py", "terminal/course.py",
     "wire/trouble.py", "wire/frames.py", "wire/pieces.py", "wire/items.py", "wire/handshake.py", "wire/doorman.py",
     "wire/pulse.py", "wire/credits.py", "wire/post.py",
 )  # fmt: skip

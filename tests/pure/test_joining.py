@@ -10,13 +10,25 @@ import msgspec
 import pytest
 
 from janus_server.cluster.joining import joined
+from janus_server.cluster.outsider import PATIENCE_S, Outsider
 from janus_server.coordinator.records import Leader, Member, View
 from janus_server.errors import BadConfig
-from janus_server.wire.frames import Table
+from janus_server.wire.frames import Role, Table
+from janus_server.wire.trouble import Trouble
 
 
 def member(name: str) -> Member:
     return Member(name=name, incarnation="i", url="ws://127.0.0.1:1")
+
+
+class Link:
+    """To another node."""
+
+    def __init__(self, trouble: Trouble | None) -> None:
+        self.trouble = trouble
+
+    def state(self, role: Role) -> Trouble | None:
+        return self.trouble
 
 
 class Meeting:
@@ -29,6 +41,10 @@ class Meeting:
         self.view = View(term=term, leader=None if leader is None else Leader(leader, "i"), members=there)
         self.stood_s: float | None = None
         self.release: str | None = None
+        self.links: dict[str, Link] = {}
+
+    def link(self, node: str) -> Link | None:
+        return self.links.get(node)
 
     def names(self) -> list[str]:
         return [one.name for one in self.view.members]
@@ -111,6 +127,53 @@ async def test_what_the_cluster_does_not_take_never_stands(why: str) -> None:
     with pytest.raises(BadConfig, match="not of us"):
         await start.over()
     assert meeting.stood_s is None
+
+
+async def test_a_node_that_is_turned_away_leads_nobody_while_the_others_are_away() -> None:
+    meeting = Meeting(["n0"], leader="n0", term=1)
+    meeting.links["n0"] = Link(Trouble.DELAYED)
+    start = Start(meeting)
+    await start.goes_on()
+    meeting.view = View(term=1, leader=None, members=(member("new"),))
+    await asyncio.sleep(1.3)  # where it is alone it would stand at once, and beside others after a second
+    assert meeting.stood_s is None
+    meeting.view = View(term=2, leader=Leader("n0", "i"), members=(member("n0"), member("new")))
+    meeting.links["n0"].trouble = Trouble.SECRET
+    with pytest.raises(BadConfig, match="n0, which leads, cannot be linked to: the cluster secret is not the same"):
+        await start.over()
+    assert meeting.stood_s is None
+
+
+@pytest.mark.parametrize("why", [Trouble.SECRET, Trouble.DELAYED, Trouble.TLS])
+def test_whom_a_leader_turned_away_it_is_until_a_link_opens_or_it_gives_up(why: Trouble) -> None:
+    outsider = Outsider()
+    outsider.look({"n0": why}, "n0", 1.0)
+    assert outsider.barred
+    assert outsider.look({}, None, 2.0) is None and outsider.barred
+    assert outsider.look({"n0": Trouble.NOBODY}, None, 2.0 + PATIENCE_S) is None and outsider.barred
+    assert why.sentence in (outsider.look({}, None, 2.1 + PATIENCE_S) or "")
+    outsider = Outsider()
+    outsider.look({"n0": why}, "n0", 1.0)
+    assert outsider.look({"n0": None}, "n0", 2.0) is None and not outsider.barred
+
+
+def test_a_stranger_among_others_keeps_nobody_from_standing_whom_the_others_know() -> None:
+    outsider = Outsider()
+    assert outsider.look({"x": Trouble.SECRET}, None, 1.0) is None and outsider.barred  # either may be the stranger
+    assert outsider.look({"x": Trouble.SECRET, "n0": Trouble.NO_ANSWER}, None, 2.0) is None and outsider.barred
+    assert outsider.look({"x": Trouble.SECRET, "n0": None}, None, 3.0) is None and not outsider.barred
+    assert outsider.look({"x": Trouble.SECRET, "n0": None}, None, 4.0 + PATIENCE_S) is None
+    assert outsider.look({}, None, 5.0 + PATIENCE_S) is None and not outsider.barred
+    assert outsider.look({"x": Trouble.SECRET}, None, 20.0) is None
+    assert "node x cannot be" in (outsider.look({"x": Trouble.SECRET}, None, 20.1 + PATIENCE_S) or "")
+
+
+@pytest.mark.parametrize("why", [Trouble.NO_ANSWER, Trouble.NOBODY, Trouble.GONE, Trouble.PEER, Trouble.SILENT])
+def test_nodes_that_are_only_away_bar_nobody(why: Trouble) -> None:
+    outsider = Outsider()
+    for now_s in (1.0, 2.0 + PATIENCE_S):
+        assert outsider.look({"n0": why}, "n0", now_s) is None and not outsider.barred
+    assert outsider.look({"n0": why}, None, 3.0 + PATIENCE_S) is None and not outsider.barred
 
 
 async def test_a_start_waits_for_what_is_loaded_and_not_for_what_rests() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from janus_server.api.cluster import LeaderView, NodeView
+from janus_server.api.cluster import ApplicationView, Decision, LeaderView, NodeView, Spread
 from janus_server.cluster import lookout
 from janus_server.cluster.lookout import Lookout
 from janus_server.cluster.party import Party
@@ -35,12 +35,16 @@ class Alone:
     def leading(self) -> LeaderView:
         return LeaderView(served={}, predictions={}, decisions=[])
 
+    def decided(self) -> list[Decision]:
+        return []
+
 
 class Two:
     """Two other nodes; their views come when the test lets them."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.past: list[bool] = []
         self.open = asyncio.Event()
 
     def names(self) -> list[str]:
@@ -49,8 +53,9 @@ class Two:
     def leader(self) -> str | None:
         return "n1"
 
-    async def view(self, node: str) -> NodeView:
+    async def view(self, node: str, past: bool = False) -> NodeView:
         self.asked.append(node)
+        self.past.append(past)
         await self.open.wait()
         return NodeView(node=node)
 
@@ -92,3 +97,31 @@ async def test_alone_it_leads_itself_and_what_others_are_told_is_kept_for_a_mome
     before = node.looked
     assert out.own() == out.own() and node.looked == before + 1
     await out.close()
+
+
+async def test_the_past_is_told_to_who_asks_for_it_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "STRETCH_S", 0.02)
+    node, others = Alone(), Two()
+    others.open.set()
+    count = 0
+
+    def counted() -> list[ApplicationView]:
+        nonlocal count
+        count += 1
+        spread = Spread(bounds_s=[1.0], counts=[count, 0])
+        return [ApplicationView(application="app", model="a", requests=count, ttft=spread, tpot=spread)]
+
+    node.reached.applications = counted
+    out = looking(node, others)
+    while count < 5:
+        await asyncio.sleep(0.01)
+    first, plain = await out.around(past=True), await out.around()
+    assert others.past == [True, True, False, False]
+    past = first.nodes[0].past
+    assert len(past) >= 5 and plain.nodes[0].past == []
+    assert sum(one.requests for stretch in past for one in stretch.came) == first.nodes[0].applications[0].requests
+    assert b'"came"' in out.own(past=True) and b'"came"' not in out.own()
+    await out.close()
+    count = 0
+    await asyncio.sleep(0.1)
+    assert count == 0, "a node that is closed writes nothing down"

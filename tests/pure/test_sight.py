@@ -16,10 +16,12 @@ from janus_server.api.cluster import (
     NodeView,
     Spread,
     StandingView,
+    decisions_of,
     where_served,
 )
 from janus_server.cluster.decisions import KEPT, Decisions
 from janus_server.cluster.sight import (
+    DECIDED_MOST,
     TEXT_MOST,
     UNREADABLE,
     beside,
@@ -28,6 +30,7 @@ from janus_server.cluster.sight import (
     read_view,
     written,
 )
+from janus_server.duty import Assigned, Duty
 from janus_server.orders import (
     Answer,
     Asked,
@@ -192,6 +195,46 @@ def test_a_model_is_shown_as_it_is_managed() -> None:
 # Decisions
 
 
+def said(at: float, term: int, why: str) -> Decision:
+    return Decision(time=at, term=term, kind="order", why=why)
+
+
+def test_what_earlier_leaders_decided_is_shown_once_and_in_order() -> None:
+    first, second, third = said(1.0, 1, "one"), said(2.0, 2, "two"), said(3.0, 3, "three")
+    nodes = [
+        seen("n0", decided=[first]), seen("n1", decided=[first, second]),
+        seen("n2", leads=leads(decisions=[third, third])),
+    ]  # fmt: skip
+    view = beside("n0", "n2", 3, 9.0, nodes)
+    assert decisions_of(view) == [first, second, third]
+    headless = beside("n0", None, 3, 9.0, [seen("n2", decided=[third]), seen("n0", decided=[first])])
+    assert decisions_of(headless) == [first, third]
+
+
+def test_who_does_not_lead_decides_nothing_in_this_term() -> None:
+    """And of earlier ones it tells no more than fits, and no sentence without end."""
+    late, early = said(5.0, 3, "of n1, which does not lead"), said(1.0, 2, "early")
+    view = beside("n0", "n0", 3, 9.0, [seen("n0", leads=leads()), seen("n1", decided=[early, late])])
+    assert decisions_of(view) == [early]
+    many = [said(float(i), 1, "x") for i in range(3 * DECIDED_MOST)]
+    found = read_view(msgspec.json.encode(seen("n1", decided=[*many, said(9.0, 1, "x" * (TEXT_MOST + 1))])), "n1")
+    assert found.decided == many[-DECIDED_MOST + 1 :]
+
+
+def test_a_new_leader_says_first_that_it_leads_and_who_is_gone() -> None:
+    decisions = Decisions(4, "n1", ["n0", "n1", "n2", "n3"])
+    decisions.begin(["n1", "n2"], 1.0)
+    decisions.see(Left("n2"), [], 2.0)  # it was still known, and never presented itself
+    decisions.see(Left("n2"), [], 3.0)
+    decisions.see(Left("n0"), [], 3.0)
+    assert [(one.kind, one.node, one.term, one.why) for one in decisions.last()] == [
+        ("leads", "n1", 4, "n1 leads, term 4; n0, n3 are gone"), ("left", "n2", 4, "n2 is gone"),
+    ]  # fmt: skip
+    first = Decisions(1, "n0")
+    first.begin(["n0"], 1.0)
+    assert [one.why for one in first.last()] == ["n0 leads, term 1"]
+
+
 def order(number: int, node: str = "n0", verb: Verb = Verb.LOAD) -> Order:
     return Order(1, number, node, "a", verb, "it is wanted")
 
@@ -245,6 +288,18 @@ def test_nodes_that_leave_take_their_orders_with_them() -> None:
     decisions.see(Joined("n1", 100, 0, (known("a"),)), [], 5.0)
     decisions.see(Left("n1"), [], 6.0)
     assert [(one.kind, one.time) for one in decisions.last()[-2:]] == [("joined", 5.0), ("left", 6.0)]
+
+
+def test_what_is_said_of_a_node_names_it_as_one() -> None:
+    decisions = Decisions(1)
+    decisions.see(Joined("n0", 100, 0, (known("a"),)), [], 0.0)
+    decisions.see(Assigned("n0", Duty.DRAIN), [Answer("n0", True, "n0 is being emptied")], 1.0)
+    decisions.see(Assigned("n9", Duty.DRAIN), [Answer("n9", False, "there is no node n9")], 1.0)
+    decisions.see(Tick(), [Decided("n0", "n0: it is empty"), Decided("a", "a: it has no place")], 2.0)
+    decisions.see(Asked("a", Wish.PIN), [Answer("a", True, "a is pinned")], 3.0)
+    assert [(one.kind, one.model, one.node) for one in decisions.last()[1:]] == [
+        ("decided", "", "n0"), ("decided", "", "n0"), ("decided", "a", ""), ("decided", "a", ""),
+    ]  # fmt: skip
 
 
 def test_only_so_many_are_kept() -> None:

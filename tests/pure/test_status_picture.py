@@ -14,11 +14,13 @@ from janus_server.api.admin import ManagedModel
 from janus_server.api.cluster import (
     ApplicationView,
     ClusterView,
+    Come,
     Decision,
     LeaderView,
     ModelView,
     NodeView,
     Spread,
+    Stretch,
 )
 from janus_server.terminal.cluster_picture import cells, drawing, promised
 from janus_server.terminal.course import Course, quantile, since, total
@@ -111,6 +113,35 @@ def test_a_node_that_is_new_and_one_whose_application_is_new() -> None:
     assert course.sums()["app"].requests == 3 and course.over_s == 1.0
 
 
+def test_a_course_begins_with_what_nodes_recall_and_forgets_it_in_time() -> None:
+    def past(*counts: int, rest_s: float) -> list[Stretch]:
+        """Ten seconds each, the oldest first, and a rest of nothing."""
+        last = len(counts) - 1
+        found = [
+            Stretch(ago_s=10.0 * (last - i) + rest_s, over_s=10.0, came=[
+                Come(application="app", requests=count, ended=count, attained=1, ttft=[0, count, 0, 0, 0], tpot=[0] * 5)
+            ]) for i, count in enumerate(counts)
+        ]  # fmt: skip
+        return [*found, Stretch(ago_s=0.0, over_s=rest_s, came=[])]
+
+    course = Course()
+    app = application(1000, [0.2] * 1000)
+    nodes = (
+        node("n0", 900.0, app, past=past(50, 50, *[1] * 6, rest_s=4.0)),
+        node("n1", 900.0, app, past=past(10, 20, rest_s=7.0)),
+    )
+    course.recall(sight(100.0, *nodes))
+    course.add(sight(100.0, *nodes))
+    sums = course.sums()
+    assert sums["app"].requests == 6 + 30 and course.over_s == 60.0
+    assert sums["app"].attained == 6 + 2 and quantile(sums["app"].ttft, 0.5) == pytest.approx(0.3)
+    more = application(1007, [0.2] * 1007)
+    course.add(sight(145.0, node("n0", 945.0, more), node("n1", 945.0, app)))
+    assert course.sums()["app"].requests == 7 + 2 + 30
+    course.add(sight(165.0, node("n0", 965.0, more), node("n1", 965.0, app)))
+    assert course.sums()["app"].requests == 7
+
+
 def test_where_a_count_fell_none_counts() -> None:
     """Another process was there before it was seen again: more requests, of which fewer kept what was promised."""
     before = application(10, [0.2] * 10, ended=10, met=10)
@@ -190,6 +221,15 @@ def test_the_picture_shows_nodes_models_applications_and_sentences() -> None:
     app = next(line for line in lines if line.startswith("app"))
     assert app.split()[:5] == ["app", "a", "4", "0", "75.0%"] and app.endswith("95 % in TTFT 300 ms")
     assert any(line.endswith("n0     load    a: wanted") for line in lines)
+
+
+def test_the_picture_shows_what_a_leader_before_this_one_decided() -> None:
+    early = Decision(time=5.0, term=1, kind="leads", node="n1", why="n1 leads, term 1")
+    late = Decision(time=9.0, term=2, kind="leads", node="n0", why="n0 leads, term 2; n2 is gone")
+    leads = LeaderView(served={}, predictions={}, decisions=[late])
+    nodes = node("n0", 9.0, leads=leads), node("n1", 9.0, decided=[early])
+    text = text_of(drawing(sight(10.0, *nodes), Course(), 100, 5))
+    assert text.index("n1 leads, term 1") < text.index("n0 leads, term 2; n2 is gone")
 
 
 def test_a_course_tells_of_the_last_minute_alone() -> None:

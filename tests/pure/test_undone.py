@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 from janus_server.cluster.follow import UNDONE, Follower
+from janus_server.duty import Charge, Duty
 from janus_server.orders import Action, Done, Event, Failed, Joined, KnownModel, Order, Report, Stage, Verb
 from janus_server.watch import Watch
 
@@ -70,3 +71,21 @@ def test_every_leader_is_told_what_is_pinned() -> None:
     follower.pinned("m", True)
     follower.pinned("n", False)
     assert pinned() == {"m": True, "n": False} == pinned()
+
+
+def test_every_leader_is_told_the_last_that_an_operator_wished() -> None:
+    """What an older leader still says changes nothing."""
+    follower = Follower("n0", Standing(), 9, 9, ("h", "d"), tuple, print, print)  # type: ignore[arg-type]
+
+    def told() -> Joined:
+        joined = follower.introduction()[0]
+        assert isinstance(joined, Joined)
+        return joined
+
+    process = told().process
+    assert (told().duty, told().since) == (Duty.SERVE, (0, 0)) and process
+    for charge in (Charge(Duty.FORCE, (2, 1)), Charge(), Charge(Duty.SERVE, (1, 7))):
+        follower.assigned(charge)
+        assert (told().duty, told().since, told().process) == (Duty.FORCE, (2, 1), process)
+    follower.assigned(Charge(Duty.SERVE, (3, 1)))
+    assert (told().duty, told().since) == (Duty.SERVE, (3, 1))

@@ -48,11 +48,18 @@ class Absent(msgspec.Struct, frozen=True):
 
 class EmptyingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What `sched/emptying` knows at one moment beside the duties: nodes that have not said what is up on them, those
-    that are gone, and when all that come together should have come."""
+    that are gone, when all that come together should have come, and which of them are awaited."""
 
     silent: tuple[str, ...] = ()
     absent: tuple[Absent, ...] = ()
     calm_s: float | None = None
+    awaited: tuple[str, ...] = ()
+
+
+class Awaited(msgspec.Struct, frozen=True, tag=True):
+    """These nodes join at this moment: until each has reported, or for a second, nothing is planned for all of them."""
+
+    nodes: tuple[str, ...]
 
 
 class Assigned(msgspec.Struct, frozen=True, tag=True):

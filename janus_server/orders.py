@@ -10,7 +10,7 @@ import enum
 
 import msgspec
 
-from janus_server.duty import Assigned, Count, Duty
+from janus_server.duty import Assigned, Awaited, Count, Duty
 from janus_server.sched.cost import PromptCost
 from janus_server.sched.oracle_records import Fitted, Observation, Subject
 from janus_server.sched.prefixes import Cached, PrefixKey
@@ -306,6 +306,7 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Joined
+    | Awaited
     | Left
     | Offered
     | Traffic

@@ -23,7 +23,7 @@ from janus_server.cluster.sight import leader_view
 from janus_server.cluster.tally import Tally
 from janus_server.cluster.tickets import by_front, front_of
 from janus_server.cluster.windows import Windows
-from janus_server.duty import Assigned
+from janus_server.duty import Assigned, Awaited
 from janus_server.fitting import Fitter
 from janus_server.journal import Entry
 from janus_server.orders import (
@@ -203,6 +203,7 @@ class Lead:
         self._decisions.begin(self._there(), time.time())
         heard.sort(key=lambda one: not any(isinstance(event, Joined) for event in one[1]))
         told = [(node, event) for node, events in heard for event in events]
+        self._on(Awaited(tuple(sorted({node for node, event in told if isinstance(event, Joined) and event.models}))))
         for node, event in sorted(told, key=lambda one: isinstance(one[1], Traffic)):
             self._hear(node, event)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable
 
-from janus_server.duty import NOBODY, Assigned, Charge, Duty
+from janus_server.duty import NOBODY, Assigned, Awaited, Charge, Duty
 from janus_server.orders import (
     Action,
     Answer,
@@ -116,7 +116,7 @@ class Brain:
         while self._due and not self._still_due(*self._due[0]):
             heapq.heappop(self._due)
         now += self._clock.lag_s
-        fleet_s = None if self._emptying.unsure(now) else self._fleet.next_wake()
+        fleet_s = self._emptying.calm_s if self._emptying.unsure(now) else self._fleet.next_wake()
         rooms_s = self._due[0][0] if self._due else None
         times = [rooms_s, self._dispatcher.due_s(now), fleet_s, self._emptying.next_wake()]
         due_s = min((time for time in times if time is not None), default=None)
@@ -191,6 +191,8 @@ class Brain:
             case Joined(node):
                 self._join(event, now)
                 return dict.fromkeys((node, *self._seek(now, actions)))
+            case Awaited(nodes):
+                self._emptying.awaited(nodes, now)
             case Left(node) if node in self._rooms:
                 self._leave(node)
                 return self._seek(now, actions)
@@ -235,9 +237,7 @@ class Brain:
                 self._foresight.observed(Observed(event.models, known), now, actions)
             case Fitted():
                 self._foresight.learn(event)
-            case _:  # Tick: what is due is looked at anyway
-                pass
-        return ()
+        return ()  # of a Tick too: what is due is looked at anyway
 
     def _elsewhere(self, refusal: Refuse, now: float) -> bool:
         """Who is served elsewhere does not care that it cannot be had here, nor who may be where it is not broken."""
@@ -267,8 +267,8 @@ class Brain:
         """Where nobody else looks after them: models that requests wait for, after nodes came or went."""
         if self._fleet.leads:
             return ()
-        models = sorted(self._dispatcher.waiting_s())
-        return dict.fromkeys(node for model in models for node in self._want(model, now, actions))
+        waited = sorted(self._dispatcher.waiting_s())
+        return dict.fromkeys(node for model in waited for node in self._want(model, now, actions))
 
     def _hear_traffic(self, event: Traffic, now: float, actions: list[Action]) -> None:
         for ticket in event.arrived:

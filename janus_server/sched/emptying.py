@@ -30,13 +30,15 @@ class Emptying:
         self._refuge = Refuge()
         self._silent = set(memory.silent)
         self._absent = {one.node: one for one in memory.absent}
-        self._calm_s = memory.calm_s
+        self._awaited = set(memory.awaited)
+        self.calm_s = memory.calm_s
         self.nodes = {name for name, room in rooms.items() if room.duty is not Duty.SERVE}
 
     def memory(self) -> EmptyingMemory:
         """What it knows now, as a copy."""
         return EmptyingMemory(
-            silent=tuple(sorted(self._silent)), absent=tuple(self._absent.values()), calm_s=self._calm_s
+            silent=tuple(sorted(self._silent)), absent=tuple(self._absent.values()), calm_s=self.calm_s,
+            awaited=tuple(sorted(self._awaited)),
         )  # fmt: skip
 
     def charges(self) -> dict[str, Charge]:
@@ -49,16 +51,22 @@ class Emptying:
         if absent is not None and absent.process == room.process and absent.charge.since > room.since:
             room.duty, room.since = absent.charge.duty, absent.charge.since
         self._silent.add(room.node)
-        self._calm_s = now + _CALM_S
+        self.calm_s = now + _CALM_S
         self._know(room)
+
+    def awaited(self, nodes: Sequence[str], now: float) -> None:
+        """They are about to say what is up on them."""
+        self._awaited, self.calm_s = set(nodes), now + _CALM_S
 
     def heard(self, node: str) -> None:
         """It said what is up there."""
         self._silent.discard(node)
+        self._awaited.discard(node)
 
     def left(self, room: Room) -> None:
         self.nodes.discard(room.node)
         self._silent.discard(room.node)
+        self._awaited.discard(room.node)
         if room.since > (0, 0):
             self._absent[room.node] = Absent(room.node, room.process, Charge(room.duty, room.since))
             if len(self._absent) > _MOST_ABSENT:
@@ -71,16 +79,19 @@ class Emptying:
 
     def nobody(self, now: float) -> bool:
         """There are nodes, and all of them are to be empty."""
-        calm = self._calm_s is None or now >= self._calm_s
+        calm = self.calm_s is None or now >= self.calm_s
         return calm and bool(self._rooms) and len(self.nodes) == len(self._rooms)
 
     def unsure(self, now: float) -> bool:
-        """Some node has just come, and not yet said what is up on it: it looks like the place for what is to go."""
-        return bool(self.nodes and self._silent) and self._calm_s is not None and now < self._calm_s
+        """Some node has just come, and not yet said what is up on it: it looks like the place for what is to go, and as
+        if what it serves were nowhere.
+        """
+        lacking = self._awaited or (self.nodes and self._silent)
+        return bool(lacking) and self.calm_s is not None and now < self.calm_s
 
     def next_wake(self) -> float | None:
         """When `step` is due whatever happens."""
-        return self._calm_s if self.nodes else None
+        return self.calm_s if self.nodes else None
 
     def assign(self, event: Assigned, now: float) -> Answer:
         """An operator's wish for a node. To be emptied is refused where what only it serves has no other place."""
@@ -112,9 +123,9 @@ class Emptying:
 
     def step(self, now: float, actions: list[Action]) -> list[str]:
         """What can be done now for each node that is to be empty. The names of rooms that were told something."""
-        if self._calm_s is not None and now < self._calm_s:
+        if self.calm_s is not None and now < self.calm_s:
             return []
-        self._calm_s = None
+        self.calm_s = None
         touched: dict[str, None] = {}
         notes: list[Note] = []
         for node in sorted(self.nodes):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from janus_server import orders
+from janus_server.duty import Awaited
 from janus_server.types import Emit, Fault, FinishReason, Grammar, GrammarKind, Promise, Request, Sampling, TokenLogprob
 from janus_server.wire import frames, items, pieces
 from janus_server.wire.frames import (
@@ -117,7 +118,7 @@ def test_seconds_are_numbers_that_could_be(number: float) -> None:
 def test_every_event_that_a_leader_hears_travels_but_those_it_makes_itself() -> None:
     """A wish is asked, since who put it waits for the answer."""
     told, wished = set(frames.Told.__args__), set(orders.Wished.__args__)
-    assert set(orders.Event.__args__) - told == {orders.Left, orders.Tick, orders.Fitted, *wished}
+    assert set(orders.Event.__args__) - told == {Awaited, orders.Left, orders.Tick, orders.Fitted, *wished}
     assert set(frames.Question.__args__) == {frames.Look, *wished}
     assert told <= set(orders.Event.__args__)
     given = set(frames.Given.__args__) - {frames.Table}

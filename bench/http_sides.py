@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -132,6 +133,7 @@ class Node:
 
     def __init__(self, streams: int) -> None:
         self.telemetry = Telemetry(30.0)
+        self.reached = types.SimpleNamespace()
         self.streams = Streams(self.telemetry.arrived)
         card = ModelCard(MODEL, int(time.time()), CONTEXT, 1, 1, "float32", "noop")
         target = Target(MODEL, CONTEXT, VOCAB, (), Sampling())

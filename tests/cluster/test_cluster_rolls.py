@@ -215,9 +215,9 @@ def test_what_was_said_by_force_holds_over_leaders_and_pauses(models: dict[str, 
         (other,) = set(cluster.urls) - {leader}
         for node in (leader, other):
             drain(cluster, node, "--force", by=leader)
+        cluster.until(lambda: not any(map(ready, cluster.urls.values())))  # before, what is still up answers
         status, reply = post(f"{cluster.urls[leader]}/v1/completions", {"model": "a", "prompt": "the", "max_tokens": 1})
         assert status == 503 and "every node is being emptied" in reply.decode()
-        cluster.until(lambda: not any(map(ready, cluster.urls.values())))
         cluster.kill(other, signal.SIGSTOP)
         drain(cluster, other, "--undo", by=leader)
         cluster.until(lambda: re.search(rf"{leader} \| .*node {other} is gone", cluster.log))

@@ -27,7 +27,7 @@ class Process:
     """A `janus serve` of any kind; what it says is read by a thread. Its run directories are below `runtime`."""
 
     def __init__(self, arguments: list[str], runtime: Path, *paths: Path) -> None:
-        """paths: where packages are looked for at first."""
+        """paths: where packages are looked for at first, which is where a process starts."""
         self.runtime = runtime
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, REPO))), "OMP_NUM_THREADS": "1",
@@ -35,7 +35,12 @@ class Process:
         }  # fmt: skip
         command = [sys.executable, *(["-O"] * sys.flags.optimize), "-m", "janus_server", "serve", *arguments]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, cwd=REPO
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            cwd=(*paths, REPO)[0],
         )
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -22,11 +22,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .chaos_nodes import die_with_parent
+from .cluster import at
 
 REPO = Path(__file__).resolve().parents[1]
 STREAM_TOKENS = 4000
@@ -155,7 +156,7 @@ def measure(model: str, split: str, folder: Path, streams: int, prompts: int, wo
     return {
         "TTFT, median": statistics.median(first_s), "TTFT, longest": max(first_s),
         "gap, calm": statistics.median(calm), "gap, median": statistics.median(gaps),
-        "gap, p99": _quantile(gaps, 0.99), "gap, longest": max(gaps), "prompts elsewhere": float(sum(elsewhere)),
+        "gap, p99": at(gaps, 0.99), "gap, longest": max(gaps), "prompts elsewhere": float(sum(elsewhere)),
     }  # fmt: skip
 
 
@@ -163,10 +164,6 @@ def _elsewhere(url: str) -> int:
     with urllib.request.urlopen(f"{url}/metrics", timeout=20) as reply:
         found = re.search(r'janus_prompts_elsewhere_total\{outcome="brought"\} (\S+)', reply.read().decode())
     return int(float(found[1])) if found else 0
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main() -> None:

@@ -204,6 +204,15 @@ def open_requests(url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_"))
 
 
+def judged(text: str, end: str, expected: str) -> str:
+    """How a stream ended, where its text is to be that: "ok" and "error" hold for the text too."""
+    if end == "ok" and text != expected:
+        return "other text"
+    if end == "error" and not expected.startswith(text):
+        return "other beginning"
+    return end
+
+
 class Load:
     """Clients that ask again and again, one thread each, until `stop`: how their requests ended, by node."""
 
@@ -222,11 +231,7 @@ class Load:
 
     def _ask(self, node: str, url: str, model: str, expected: str, tokens: int) -> None:
         while not self._over.is_set():
-            text, end = stream(url, model, tokens=tokens)
-            if end == "ok" and text != expected:
-                end = "other text"
-            elif end == "error" and not expected.startswith(text):
-                end = "other beginning"
+            end = judged(*stream(url, model, tokens=tokens), expected)
             self.ends[node][end] += 1
             if end != "ok":
                 self._over.wait(0.1)

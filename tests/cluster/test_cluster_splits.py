@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_cluster import Cluster, Outcome, complete, open_requests, stream
+from real_cluster import Cluster, Outcome, complete, judged, open_requests, stream
 from server_process import Server, tiny_model
 
 # A page holds 21 tokens of these models; what nodes can cache is a few of the prompts.
@@ -93,11 +93,7 @@ class Asking:
         while not self._over.is_set():
             turn = next(self._turns) % len(PROMPTS)
             expected = texts[turn]
-            text, end = stream(self._cluster.urls[node], model, PROMPTS[turn], tokens=30)
-            if end == "ok" and text != expected:
-                end = "other text"
-            elif end == "error" and not expected.startswith(text):
-                end = "other beginning"
+            end = judged(*stream(self._cluster.urls[node], model, PROMPTS[turn], tokens=30), expected)
             self.ends[node][end] += 1
             if end != "ok":
                 self._over.wait(0.1)
